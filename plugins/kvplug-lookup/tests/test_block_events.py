@@ -1,4 +1,4 @@
-"""What a router believes of an engine's blocks, after any order of joins, losses and evictions."""
+"""The blocks that events announce to a router, after any order of connections, losses and evictions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = 4
 FORMAT = opaque_format(64)
 SERIES = [Series(FORMAT, bytes([rank])) for rank in range(3)]
 PROMPTS = [f"{prompt}{page}" for prompt in "ab" for page in range(4)]
-"""Pages: of two prompts, which begin alike."""
+"""Pages of two prompts."""
 
 
 def chain_of(page: str) -> bytes:
@@ -26,13 +26,13 @@ def chain_of(page: str) -> bytes:
 
 
 class Worker:
-    """A worker's store, and how much of its events has come."""
+    """A worker's store, and its events that have not been delivered."""
 
     def __init__(self, rank: int) -> None:
         self.series = SERIES[rank]
         self.log = PageEvent.Log()
         self.held: set[str] = set()
-        self.line: list[PageEvent] = []
+        self.queued: list[PageEvent] = []
         self.is_connected = False
 
     def keys(self, pages: list[str]) -> tuple[bytes, ...]:
@@ -41,22 +41,26 @@ class Worker:
     def put(self, page: str) -> None:
         if page not in self.held:
             self.held.add(page)
-            self.say(self.log.stored(self.series.id, self.keys([page])))
+            self.send(self.log.stored(self.series.id, self.keys([page])))
 
-    def say(self, event: PageEvent) -> None:
+    def send(self, event: PageEvent) -> None:
         if self.is_connected:
-            self.line.append(event)
+            self.queued.append(event)
 
     def connect(self, declared: list[str]) -> None:
         held = [[page] for page in sorted(self.held)]  # an event each, so that any of them may be lost
         snapshot = self.log.snapshot({}, [(self.series.id, self.keys(declared), 1.0)])
         stored = [attrs.evolve(self.log.stored(self.series.id, self.keys(page)), seq=1) for page in held]
-        self.line = [attrs.evolve(snapshot[0], count=len(stored) + len(snapshot) - 1), *stored, *snapshot[1:]]
+        self.queued = [
+            attrs.evolve(snapshot[0], count=len(stored) + len(snapshot) - 1),
+            *stored,
+            *snapshot[1:],
+        ]
         self.is_connected = True
 
 
-class Believing(RuleBasedStateMachine):
-    """Workers whose stores put, evict, forget and restart; lines to them that break and come back."""
+class Router(RuleBasedStateMachine):
+    """Gets the events of workers whose stores put, evict, clear and restart. Connections to them break."""
 
     block_size = PAGE
 
@@ -66,21 +70,21 @@ class Believing(RuleBasedStateMachine):
         self.events = BlockEvents(
             num_workers=len(SERIES), page_tokens=PAGE, block_size=self.block_size, medium="CPU", owner="host"
         )
-        self.events.listen(self.hear)
-        self.believed: set[bytes] = set()
+        self.events.listen(self.receive)
+        self.announced: set[bytes] = set()
         self.planned: dict[bytes, list[tuple[str, ...]]] = {}
 
-    def hear(self, events: list[CacheEvent]) -> None:
+    def receive(self, events: list[CacheEvent]) -> None:
         for event in events:
             match event.kind:
                 case "stored":
-                    assert not self.believed.intersection(event.block_hashes), "it is announced twice"
-                    self.believed.update(event.block_hashes)
+                    assert not self.announced.intersection(event.block_hashes), "the block is announced twice"
+                    self.announced.update(event.block_hashes)
                 case "removed":
-                    assert self.believed.issuperset(event.block_hashes), "it was not announced"
-                    self.believed.difference_update(event.block_hashes)
+                    assert self.announced.issuperset(event.block_hashes), "the block was not announced"
+                    self.announced.difference_update(event.block_hashes)
                 case "cleared":
-                    self.believed.clear()
+                    self.announced.clear()
 
     @rule(prompt=st.sampled_from("ab"), first=st.integers(0, 3), last=st.integers(1, 4))
     def plan(self, prompt: str, first: int, last: int) -> None:
@@ -107,27 +111,27 @@ class Believing(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, 2), page=st.sampled_from(PROMPTS))
     def evict(self, rank: int, page: str) -> None:
-        """Or a page that was declared does not come."""
+        """Also the end of a declared page."""
         worker = self.workers[rank]
         worker.held.discard(page)
-        worker.say(worker.log.removed(worker.series.id, worker.keys([page]), PageEvent.Removal.EVICTED))
+        worker.send(worker.log.removed(worker.series.id, worker.keys([page]), PageEvent.Removal.EVICTED))
 
     @rule(rank=st.integers(0, 2))
     def clear(self, rank: int) -> None:
         self.workers[rank].held.clear()
-        self.workers[rank].say(self.workers[rank].log.cleared())
+        self.workers[rank].send(self.workers[rank].log.cleared())
 
     @rule(rank=st.integers(0, 2))
-    def others_put(self, rank: int) -> None:
+    def put_another_series(self, rank: int) -> None:
         worker = self.workers[rank]
-        worker.say(worker.log.stored(bytes(16), worker.keys([PROMPTS[0]])))
+        worker.send(worker.log.stored(bytes(16), worker.keys([PROMPTS[0]])))
 
-    @rule(rank=st.integers(0, 2), came=st.integers(0, 3))
-    def lose(self, rank: int, came: int) -> None:
-        """The line breaks, perhaps in a snapshot."""
+    @rule(rank=st.integers(0, 2), count=st.integers(0, 3))
+    def lose(self, rank: int, count: int) -> None:
+        """Break the connection, perhaps within a snapshot."""
         worker = self.workers[rank]
-        self.deliver(rank, came)
-        worker.line, worker.is_connected = [], False
+        self.deliver(rank, count)
+        worker.queued, worker.is_connected = [], False
 
     @rule(rank=st.integers(0, 2))
     def restart(self, rank: int) -> None:
@@ -142,38 +146,38 @@ class Believing(RuleBasedStateMachine):
     @rule(rank=st.integers(0, 2), count=st.integers(1, 3))
     def deliver(self, rank: int, count: int) -> None:
         worker = self.workers[rank]
-        for event in worker.line[:count]:
+        for event in worker.queued[:count]:
             self.events.apply(rank, event, worker.series)
-        del worker.line[:count]
+        del worker.queued[:count]
 
     @rule()
     def deliver_all(self) -> None:
         for rank, worker in enumerate(self.workers):
             self.connect(rank, [])
-            self.deliver(rank, len(worker.line))
+            self.deliver(rank, len(worker.queued))
 
     @invariant()
-    def believed_is_held(self) -> None:
-        if not all(worker.is_connected and not worker.line for worker in self.workers):
+    def announced_blocks_are_held(self) -> None:
+        if not all(worker.is_connected and not worker.queued for worker in self.workers):
             return
         held = set.intersection(*(worker.held for worker in self.workers))
         whole = {block for block, ways in self.planned.items() if any(map(held.issuperset, ways))}
-        assert self.believed == whole
+        assert self.announced == whole
 
 
-class BelievingSmallBlocks(Believing):
+class RouterOfSmallBlocks(Router):
     """Two blocks in a page: the prompts' first pages begin with one block."""
 
     block_size = PAGE // 2
 
 
-class BelievingLargeBlocks(Believing):
+class RouterOfLargeBlocks(Router):
     """Two pages in a block."""
 
     block_size = PAGE * 2
 
 
-for machine in (Believing, BelievingSmallBlocks, BelievingLargeBlocks):
+for machine in (Router, RouterOfSmallBlocks, RouterOfLargeBlocks):
     globals()[f"Test{machine.__name__}"] = machine.TestCase
     machine.TestCase.settings = settings(stateful_step_count=40)
 
@@ -181,8 +185,8 @@ for machine in (Believing, BelievingSmallBlocks, BelievingLargeBlocks):
 def test_blocks_of_pages_that_no_worker_holds_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_events, "_MAX_IDLE", 10)
     events = BlockEvents(num_workers=1, page_tokens=PAGE, block_size=PAGE, medium="CPU", owner="host")
-    told: list[CacheEvent] = []
-    events.listen(told.extend)
+    received: list[CacheEvent] = []
+    events.listen(received.extend)
     log, series = PageEvent.Log(), SERIES[0]
 
     def plan(number: int) -> list[bytes]:
@@ -190,15 +194,17 @@ def test_blocks_of_pages_that_no_worker_holds_are_forgotten(monkeypatch: pytest.
         events.plan(request_of("a", range(8)), range(8), chains, 0)
         return chains
 
-    def hear(*changes: PageEvent) -> list[str]:
-        told.clear()
+    def receive(*changes: PageEvent) -> list[str]:
+        received.clear()
         for event in changes:
             events.apply(0, event, series)
-        return [event.kind for event in told]
+        return [event.kind for event in received]
 
     kept = series.keys_of(plan(255))
-    assert hear(*log.snapshot({series.id: kept})) == ["stored"] * 2
+    assert receive(*log.snapshot({series.id: kept})) == ["stored"] * 2
     planned = [series.keys_of(plan(number)) for number in range(200)]
-    assert hear(log.stored(series.id, planned[194])) == [], "they are remembered"
-    assert hear(log.stored(series.id, planned[195])) == ["stored"] * 2
-    assert hear(log.removed(series.id, kept, PageEvent.Removal.EVICTED)) == ["removed"]
+    assert receive(log.stored(series.id, planned[194])) == [], (
+        "blocks of idle pages beyond the limit are remembered"
+    )
+    assert receive(log.stored(series.id, planned[195])) == ["stored"] * 2
+    assert receive(log.removed(series.id, kept, PageEvent.Removal.EVICTED)) == ["removed"]

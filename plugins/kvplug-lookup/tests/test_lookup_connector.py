@@ -35,7 +35,7 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(given: dict[str, Any]
 # -- peers that are not there, or are others -----------------------------------------------------
 
 
-def test_waiting_for_a_producer_says_who_is_missing_and_where() -> None:
+def test_waiting_for_a_missing_producer_raises_an_error_with_its_name_and_address() -> None:
     with FakeEngine(config("consumer"), connect="unix:@kvplug-test-no-engine") as decode:
         with pytest.raises(TimeoutError, match="no-engine"):
             decode.worker.wait_until_ready(0.2)
@@ -77,7 +77,7 @@ def test_pages_of_any_size_are_loaded_into_whole_blocks_of_any_size(
         assert_loads(decode, request_of("a", PROMPT), expected)
 
 
-def test_blocks_in_a_kernels_own_order_are_not_cut_for_a_peer() -> None:
+def test_blocks_in_a_kernels_own_order_are_not_divided_for_a_peer() -> None:
     with pair(theirs={"block_size": 32}, **KERNEL) as (prefill, decode):
         with pytest.raises(HandshakeError, match=r"block_size: ours 32, theirs 16; .* moved whole"):
             decode.worker.wait_until_ready(10)
@@ -85,7 +85,7 @@ def test_blocks_in_a_kernels_own_order_are_not_cut_for_a_peer() -> None:
         assert decode.matched(request_of("a", PROMPT)) == (0, False), "it computes every prompt itself"
 
 
-def test_what_begins_inside_a_block_that_cannot_be_cut_is_not_promised() -> None:
+def test_tokens_that_begin_inside_an_indivisible_block_are_not_promised() -> None:
     """An engine may have found a few tokens of a block in its own cache; the rest of it cannot be loaded."""
     with pair(**KERNEL) as (prefill, decode):
         prefill.prefill(request_of("stored", PROMPT))

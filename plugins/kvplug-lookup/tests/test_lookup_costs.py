@@ -106,7 +106,7 @@ def test_every_decision_is_that_of_the_true_costs(
     assert seen == {True, False}
 
 
-def test_of_loads_that_cost_too_much_one_in_32_is_made_and_nothing_is_concluded_from_one() -> None:
+def test_one_in_32_loads_that_cost_too_much_is_made_and_a_single_measurement_is_not_used() -> None:
     engine = Engine(1e-6, 0.0, 1e-3)
     engine.step(1000, 0)
     engine.load(STORE, 1000)
@@ -115,7 +115,7 @@ def test_of_loads_that_cost_too_much_one_in_32_is_made_and_nothing_is_concluded_
     assert [engine.decide(STORE, 1000) for _ in range(64)].count(True) == 2
 
 
-def test_what_costs_too_much_is_not_promised_and_counted() -> None:
+def test_a_load_that_costs_too_much_is_not_promised_and_is_counted() -> None:
     with pair(consumer={"lookup": {"load_policy": "auto"}}) as (prefill, decode):
         prefill.prefill(request_of("stored", PROMPT))
         assert_loads(decode, request_of("first", PROMPT), 96)  # nothing is known yet
@@ -135,7 +135,7 @@ def rates(report: WorkerOutput) -> Any:
     return next((part["costs"] for part in report.worker_metadata if part["costs"]), None)  # type: ignore[attr-defined]
 
 
-def test_on_a_device_a_step_lasts_until_its_work_is_done() -> None:
+def test_on_a_device_a_steps_time_ends_when_its_work_is_done() -> None:
     with FakeEngine(config("both", host=an_address("timed")), device="simulated") as engine:
         prompt = request_of("a", PROMPT)
         planned = engine.plan([(prompt, engine.admit(prompt), 0, 100)])

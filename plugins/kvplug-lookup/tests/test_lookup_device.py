@@ -68,14 +68,14 @@ def loading() -> Iterator[tuple[FakeEngine, Any, Any, ExitStack]]:
         yield decode, prompt, blocks, stall
 
 
-def test_a_load_waits_for_what_its_blocks_are_still_needed_for_and_the_engine_does_not(loading: Any) -> None:
+def test_a_load_waits_for_earlier_work_on_its_blocks_and_the_engine_does_not_wait(loading: Any) -> None:
     decode, prompt, blocks, stall = loading
     stall.close()
     until(lambda: decode.step([]).finished_recving)
     assert decode.is_right(prompt.token_ids, blocks, 96)
 
 
-def test_blocks_of_a_load_that_is_given_up_are_not_written_once_the_engine_may_use_them(
+def test_blocks_of_an_abandoned_load_are_not_written_once_the_engine_may_use_them(
     queued: threading.Event, loading: Any
 ) -> None:
     decode, _, blocks, stall = loading
@@ -135,7 +135,7 @@ def test_blocks_of_a_request_that_has_ended_are_kept_until_all_its_pages_are_rea
 
 
 @pytest.mark.parametrize("how", ["preempted", "aborted"])
-def test_pages_that_wait_are_given_up_before_their_blocks_are_anothers_and_the_engine_does_not_wait(
+def test_waiting_pages_are_given_up_before_their_blocks_are_reused_and_the_engine_does_not_wait(
     how: str, little_staging: None
 ) -> None:
     with saving() as (engine, prompt, blocks, stall):
@@ -145,7 +145,7 @@ def test_pages_that_wait_are_given_up_before_their_blocks_are_anothers_and_the_e
         report = Call(lambda: engine.execute(planned)).result()
         assert not report.finished_sending, "the device has not read them yet"
         if how == "preempted":
-            engine.cache.free(blocks)  # what uses them next is queued behind the copies
+            engine.cache.free(blocks)  # their next use is queued after the copies
         stall.close()
         if how == "aborted":
             until(
@@ -159,7 +159,7 @@ def test_pages_that_wait_are_given_up_before_their_blocks_are_anothers_and_the_e
 
 
 @pytest.mark.parametrize("how", ["preempted", "aborted", "reset"])
-def test_a_device_that_is_busy_for_longer_than_a_save_may_take_ends_no_engine(
+def test_a_device_that_is_busy_longer_than_the_save_timeout_does_not_end_the_engine(
     how: str, little_staging: None
 ) -> None:
     with saving(lookup={"save_timeout_s": 0.2}) as (engine, prompt, blocks, stall):
@@ -188,13 +188,13 @@ def exchange(parent: peers.Parent | None, device: str, num_pages: int) -> None:
             assert_loads(decode, request_of(f"a{number}", prompt), 16 * num_pages)
 
 
-def test_many_layers_of_many_pages_are_as_they_were_computed() -> None:
+def test_many_layers_of_many_pages_are_loaded_as_they_were_computed() -> None:
     exchange(None, "simulated", 96)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: loads into one are not tested")
-def test_many_layers_of_many_pages_are_on_a_gpu_as_they_were_computed() -> None:
+def test_many_layers_of_many_pages_are_loaded_on_a_gpu_as_they_were_computed() -> None:
     """In a process without the simulated device, beside which torch cannot pin memory for a GPU."""
     with peers.start(exchange, "cuda:0", 512, timeout_s=60.0) as child:
         child.result(60.0)
@@ -202,7 +202,7 @@ def test_many_layers_of_many_pages_are_on_a_gpu_as_they_were_computed() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: marks in a real stream are not tested")
-def test_a_mark_in_a_gpus_stream_is_behind_what_this_thread_queued() -> None:
+def test_a_mark_in_a_gpus_stream_comes_after_the_work_that_this_thread_queued() -> None:
     found: list[float] = []
     with torch.cuda.stream(torch.cuda.Stream()):
         tensor = torch.zeros(1, device="cuda")

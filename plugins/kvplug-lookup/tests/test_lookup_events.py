@@ -1,4 +1,4 @@
-"""What routers are told of an engine's blocks: by its publisher, in vLLM's form, and by ``kvplug events``."""
+"""The events about an engine's blocks: published in vLLM's format, and printed by ``kvplug events``."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def hashed(name: str, token_ids: Any, **given: Any) -> Any:
     return attrs.evolve(prompt, block_hashes=hashes, adapter="a lora")
 
 
-def test_blocks_are_published_by_the_engines_own_hashes_in_vllms_form() -> None:
+def test_blocks_are_published_with_the_engines_own_hashes_in_vllms_format() -> None:
     options = {"host": {"size": 1 << 20, "segment_bytes": 1 << 18}}
     with publishing(options=options) as (engine, subscriber):
         prompt = hashed("a", PROMPT)
@@ -136,7 +136,7 @@ def test_blocks_are_published_by_the_engines_own_hashes_in_vllms_form() -> None:
         assert subscriber.numbers == [*range(subscriber.numbers[0], subscriber.numbers[-1] + 1)]
 
 
-def test_kvplug_events_prints_what_was_published_before_and_what_comes() -> None:
+def test_kvplug_events_prints_earlier_and_later_events() -> None:
     with publishing() as (engine, subscriber):
         prompt = hashed("a", PROMPT)
         engine.prefill(prompt)
@@ -197,7 +197,7 @@ def nested(depth: int) -> bytes:
         batch({"type": "BlockStored"}, at=float("nan")),
     ],
 )
-def test_what_is_not_a_batch_of_events_is_one_line_of_error(parts: list[bytes]) -> None:
+def test_a_malformed_batch_of_events_is_reported_in_one_line(parts: list[bytes]) -> None:
     for given in ((), ("--json",)):
         result = shown(parts, *given)
         assert type(result.exception) is KvplugError and str(result.exception).isprintable()
@@ -212,7 +212,7 @@ def test_events_reach_a_terminal_as_printable_text() -> None:
         assert line.isprintable()
 
 
-def test_kvplug_events_says_that_nothing_listens() -> None:
+def test_kvplug_events_reports_that_no_process_listens() -> None:
     result = printed("127.0.0.1:1", "--timeout", "0.2")
     assert str(result.exception) == "nothing listens at tcp://127.0.0.1:1"
 
@@ -220,13 +220,13 @@ def test_kvplug_events_says_that_nothing_listens() -> None:
 @pytest.mark.parametrize(
     "address", ["127.0.0.1", "127.0.0.1:99999", "*:5557", "tcp://:1", "http://h:1", "a:b"]
 )
-def test_what_is_not_an_address_of_a_publisher_is_refused_with_its_form(address: str) -> None:
+def test_a_malformed_address_of_a_publisher_is_refused_with_the_right_form(address: str) -> None:
     for given in ((address,), ("127.0.0.1:1", "--replay", address)):
         error = str(printed(*given).exception)
         assert error.startswith(repr(address)) and "give HOST:PORT" in error
 
 
-def test_an_engine_takes_the_events_itself_where_it_publishes_them() -> None:
+def test_an_engine_that_publishes_events_itself_receives_them() -> None:
     given = config("producer", {"events": "engine"}, host=an_address("events"))
     with FakeEngine(given) as prefill:
         taken: list[Any] = []
@@ -238,7 +238,7 @@ def test_an_engine_takes_the_events_itself_where_it_publishes_them() -> None:
         assert {event.block_hashes[0] for event in taken} == set(prompt.block_hashes)
 
 
-def test_a_publisher_without_a_thread_gives_its_address_back() -> None:
+def test_a_publisher_that_cannot_start_a_thread_releases_its_address() -> None:
     first = EventPublisher("tcp://127.0.0.1:0")
     first.close()
     with limits.threads(0), pytest.raises(RuntimeError):

@@ -156,7 +156,7 @@ def pair(*, producer: bool = True, consumer: bool = True) -> Iterator[tuple[Grou
     [(None, True, True), (50, True, False), (7, False, True)],
     ids=["groups to groups", "groups to one group", "one group to groups"],
 )
-def test_pages_are_the_same_whatever_the_groups(chunk: int | None, producer: bool, consumer: bool) -> None:
+def test_pages_do_not_depend_on_the_groups(chunk: int | None, producer: bool, consumer: bool) -> None:
     with pair(producer=producer, consumer=consumer) as (prefill, decode):
         prompt = request_of("a", PROMPT)
         tables = prefill.prefill(prompt, chunk=chunk)
@@ -168,7 +168,7 @@ def test_pages_are_the_same_whatever_the_groups(chunk: int | None, producer: boo
 
 
 @pytest.mark.parametrize("computed", [16, 96, 176])
-def test_a_load_begins_where_the_engines_own_cache_ends(computed: int) -> None:
+def test_a_load_begins_at_the_end_of_the_engines_own_cache(computed: int) -> None:
     with pair() as (prefill, decode):
         prompt = request_of("a", PROMPT)
         prefill.prefill(prompt)
@@ -209,7 +209,7 @@ def test_a_table_without_a_block_that_is_needed_is_a_failed_load() -> None:
         assert report.invalid_block_ids >= set(tables[2][:12])
 
 
-def test_what_was_generated_is_saved_while_the_window_moves_on() -> None:
+def test_generated_tokens_are_saved_while_the_window_moves() -> None:
     with pair() as (prefill, decode):
         whole = request_of("a", tokens(330))
         tables = prefill.admit(whole)
@@ -224,7 +224,7 @@ def test_what_was_generated_is_saved_while_the_window_moves_on() -> None:
         assert decode.holds(whole, tables, 330)
 
 
-def test_a_prompt_of_which_the_engine_had_the_beginning_is_saved_from_there_on() -> None:
+def test_a_prompt_whose_beginning_was_in_the_engines_cache_is_saved_from_there_on() -> None:
     with GroupedEngine(config("producer"), listen="unix:") as prefill:
         prompt = request_of("a", PROMPT)
         assert prefill.matched(prompt, 96) == (0, False)
@@ -236,7 +236,7 @@ def test_a_prompt_of_which_the_engine_had_the_beginning_is_saved_from_there_on()
         assert num_held(prefill) == 12 - 48 // BLOCK
 
 
-# -- what is refused --------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------
 
 
 def test_pages_longer_than_a_window_and_groups_whose_blocks_differ_are_refused() -> None:
@@ -255,7 +255,7 @@ def test_pages_longer_than_a_window_and_groups_whose_blocks_differ_are_refused()
 
 
 def test_no_store_reads_blocks_of_a_cache_with_windows_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may be another request's then, and no call says so."""
+    """Another request may have them then, and no call reports it."""
 
     def submit_put(_: Store, pages: Any, **__: Any) -> Job[PutReason | None]:
         job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(None))

@@ -71,7 +71,7 @@ def load_of(engine: FakeEngine) -> Load:
     )
 
 
-def test_a_load_that_fails_while_a_store_is_asked_has_not_ended_before_that_job_is_settled() -> None:
+def test_a_load_that_fails_while_a_store_is_queried_ends_only_when_that_job_is_settled() -> None:
     """Its blocks would be another request's, and the job would still write into them."""
     with FakeEngine(config("producer"), listen="unix:") as engine:
         load, store = load_of(engine), Asking()
@@ -88,7 +88,7 @@ def test_a_load_that_fails_while_a_store_is_asked_has_not_ended_before_that_job_
         assert load.has_ended
 
 
-def test_a_store_that_raises_what_no_store_may_fails_the_load_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_raises_an_unexpected_error_fails_only_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     with pair() as (prefill, decode):
         prefill.prefill(request_of("stored", PROMPT))
         decode.worker.wait_until_ready(10)
@@ -102,7 +102,7 @@ def test_a_store_that_raises_what_no_store_may_fails_the_load_alone(monkeypatch:
         assert failures(decode, "load") == {"other": 1}
 
 
-def test_a_peer_that_is_waited_for_is_waited_for_no_longer_than_asked() -> None:
+def test_waiting_for_a_peer_ends_at_the_timeout() -> None:
     with FakeEngine(config("consumer"), connect="unix:@kvplug-test-loads-no-engine") as decode:
         (peer,) = decode.worker.peers.values()
         first = Call(lambda: peer.connected(Deadline.after(10), retry=True))
@@ -113,7 +113,7 @@ def test_a_peer_that_is_waited_for_is_waited_for_no_longer_than_asked() -> None:
         assert first.outcome(5) is not None
 
 
-def test_a_silent_peer_that_leaves_leaves_no_thread(
+def test_no_thread_is_left_of_a_silent_peer_that_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It does not answer, and connecting takes longer than the end of its client."""
@@ -159,7 +159,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GetJob, Any]]:
     return gets
 
 
-def test_blocks_are_computed_again_once_no_late_copy_can_land_in_them(late: Any) -> None:
+def test_blocks_are_computed_again_only_when_no_late_copy_can_overwrite_them(late: Any) -> None:
     with both({"stall_timeout_s": 0.1}) as engine:
         engine.prefill(request_of("stored", PROMPT))
         prompt, blocks, *rest = promised(engine, request_of("a", PROMPT), 96)
@@ -176,7 +176,7 @@ def test_blocks_are_computed_again_once_no_late_copy_can_land_in_them(late: Any)
         assert engine.is_right(prompt.token_ids, blocks, 100)
 
 
-def test_an_engine_whose_blocks_stay_in_use_is_told_so(late: Any) -> None:
+def test_an_error_reports_blocks_that_stay_in_use(late: Any) -> None:
     """On one line, whatever id the client has chosen."""
     with both({"stall_timeout_s": 0.1}, timeout_s=0.5) as engine:
         engine.prefill(request_of("stored", PROMPT))

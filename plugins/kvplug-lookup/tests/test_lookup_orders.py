@@ -39,7 +39,7 @@ def save_of(request_id: str, token_ids: Any) -> SavePlan:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_what_is_computed_from_a_load_is_saved_once_every_worker_is_known_to_have_loaded_it(
+def test_pages_computed_from_a_load_are_saved_once_every_worker_has_reported_the_load(
     num_workers: int,
 ) -> None:
     """It may have failed at another worker, and all of them compute with each other's parts."""
@@ -93,7 +93,7 @@ def test_pages_that_a_store_refused_are_saved_by_a_later_step(monkeypatch: pytes
             refusing.setattr(Store, "submit_put", refuse)
             engine.step([(prompt, blocks, 0, 100)])
             assert num_held(engine) == 0
-        engine.step([])  # whose report says what was not kept
+        engine.step([])  # its report names the pages that were not saved
         engine.step([(prompt, blocks, 99, 1)])
         assert num_held(engine) == 6
         assert_loads(engine, request_of("b", PROMPT), 96)

@@ -106,7 +106,7 @@ def test_a_page_that_is_missing_and_planned_is_waited_for_and_then_loaded() -> N
         prefill.worker.clear_connector_metadata()
 
 
-def test_a_page_that_does_not_come_is_waited_for_until_the_timeout_and_counted() -> None:
+def test_a_page_that_does_not_arrive_is_waited_for_until_the_timeout_and_counted() -> None:
     with pair(producer={"lookup": {"wait_timeout_s": 60}}, consumer={"lookup": {"wait_timeout_s": 0.3}}) as (
         prefill,
         decode,
@@ -130,11 +130,11 @@ def test_a_page_that_does_not_come_is_waited_for_until_the_timeout_and_counted()
         prefill.worker.clear_connector_metadata()
 
 
-# -- what is not saved ---------------------------------------------------------------------------
+# -- pages that are not saved --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_whatever_an_engine_does_while_its_blocks_are_read_what_it_loads_is_right(seed: int) -> None:
+def test_loaded_kv_is_right_whatever_an_engine_does_while_its_blocks_are_read(seed: int) -> None:
     chance = random.Random(seed)
     with both({"max_unsaved": 2 * PAGE_BYTES, "async_load": bool(seed % 2)}) as engine:
         engine.free_blocks = engine.free_blocks[:96]
@@ -170,7 +170,7 @@ def test_a_preempted_request_loads_what_it_saved_or_saves_it_again(
 # -- engines that make no call between layers ------------------------------------------------------
 
 
-def test_calls_in_each_layer_are_needed_for_loads_layer_by_layer_only() -> None:
+def test_calls_in_each_layer_are_only_needed_for_loads_layer_by_layer() -> None:
     assert ConnectorInfo(config("consumer")).needs_layer_hooks
     assert not ConnectorInfo(config("producer")).needs_layer_hooks
     assert not ConnectorInfo(config("consumer", {"async_load": True})).needs_layer_hooks

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(90)
 
 
 def producing(parent: Any, address: str, firsts: list[int], count: int = 100, rules: Any = ()) -> None:
-    """An engine that has saved prompts of so many tokens, and serves them until it is told to end.
+    """An engine that has saved prompts of so many tokens, and serves them until it receives the end.
 
     ``rules``: of the faults of its pipes; with any, its memory is not mapped.
     """
@@ -132,7 +132,7 @@ def test_peers_beyond_the_most_that_are_served_wait(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("odd", [5, {"ping": "x"}, {}, None])
-def test_a_follower_that_is_not_understood_is_hung_up_on(odd: Any) -> None:
+def test_a_follower_that_sends_malformed_messages_is_disconnected(odd: Any) -> None:
     with pair() as (prefill, decode):
         decode.scheduler.wait_until_ready(10)
         (replica,) = decode.scheduler.replicas

@@ -1,4 +1,4 @@
-"""The copy of a store's index whose peer goes, is silent, lies or is not understood."""
+"""The replica of a store's index whose peer leaves, is silent, or sends wrong or malformed messages."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ HELD, COMING = Presence.HELD, Presence.COMING
 class FakeLink:
     """A link whose other end is the test."""
 
-    def __init__(self, *said: Any) -> None:
+    def __init__(self, *messages: Any) -> None:
         self.channel = self
         self.sent: list[Any] = []
-        self._answers: list[Any] = list(said)
+        self._answers: list[Any] = list(messages)
         self._changed = threading.Condition()
         self.closed = False
         self.is_full = False
         self.waited: list[float] = []
-        """Timeouts of what could not be sent."""
+        """Timeouts of the messages that could not be sent."""
 
     def send(self, value: Any, timeout: Any = None) -> None:
         if self.is_full:
             self.waited.append(timeout)
-            raise TimeoutError("what was sent before is not read")
+            raise TimeoutError("earlier messages are not read")
         self.sent.append(value)
 
     def answer(self, *values: Any) -> None:
@@ -92,11 +92,11 @@ class Followed:
     def stored(self, *chains: bytes) -> PageEvent:
         return self.log.stored(self.series.id, self.keys(*chains))
 
-    def say(self, *events: PageEvent) -> None:
+    def send(self, *events: PageEvent) -> None:
         self.links[-1].answer(*map(PageEvent.to_plain, events))
 
     def snapshot(self, *chains: bytes) -> None:
-        self.say(*self.log.snapshot({self.series.id: self.keys(*chains)} if chains else {}))
+        self.send(*self.log.snapshot({self.series.id: self.keys(*chains)} if chains else {}))
 
     def pong(self) -> None:
         self.links[-1].answer({"pong": self.links[-1].sent[-1]["ping"]})
@@ -107,7 +107,7 @@ class Followed:
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[tuple[Series, dict[str, Any]]]:
-    """The series of an engine's pages, and the first words about its store."""
+    """The series of an engine's pages, and the first message about its store."""
     with FakeEngine(config("producer"), listen="unix:") as engine:
         tier = engine.worker.first_tier
         hello = hello_of(engine.worker.shard, MODEL, "host", tier.store.seal.id)
@@ -128,22 +128,22 @@ def follow(store: tuple[Series, dict[str, Any]]) -> Iterator[Callable[..., Follo
         each.replica.close()
 
 
-def test_what_is_stored_declared_removed_and_cleared_is_followed(follow: Any) -> None:
+def test_stored_declared_removed_and_cleared_pages_are_followed(follow: Any) -> None:
     it = follow()
     it.until(None)  # the snapshot has not come
     it.snapshot(CHAINS[0])
     it.until([HELD])
-    it.say(it.log.declared(it.series.id, it.keys(CHAINS[1]), 30.0), it.stored(CHAINS[2]))
+    it.send(it.log.declared(it.series.id, it.keys(CHAINS[1]), 30.0), it.stored(CHAINS[2]))
     it.until([HELD, COMING, HELD])
-    it.say(it.log.stored(bytes(16), it.keys(CHAINS[3])))  # of another series
-    it.say(it.stored(CHAINS[1]), it.log.removed(it.series.id, it.keys(CHAINS[0]), PageEvent.Removal.EVICTED))
+    it.send(it.log.stored(bytes(16), it.keys(CHAINS[3])))  # of another series
+    it.send(it.stored(CHAINS[1]), it.log.removed(it.series.id, it.keys(CHAINS[0]), PageEvent.Removal.EVICTED))
     it.until([])
     assert it.replica.presences(CHAINS, 1) == [HELD, HELD]
-    it.say(it.log.cleared(), it.stored(CHAINS[0]), it.log.declared(it.series.id, it.keys(CHAINS[1]), 0.05))
-    it.until([HELD])  # what was declared did not come in time
+    it.send(it.log.cleared(), it.stored(CHAINS[0]), it.log.declared(it.series.id, it.keys(CHAINS[1]), 0.05))
+    it.until([HELD])  # the declared page did not arrive in time
 
 
-def test_a_store_that_does_not_answer_is_asked_by_one_ping_at_a_time_and_waited_for_once(follow: Any) -> None:
+def test_a_silent_store_gets_one_ping_at_a_time_and_is_waited_for_once(follow: Any) -> None:
     it = follow()
     it.snapshot(CHAINS[0])
     fences = [it.replica.fence() for _ in range(1000)]
@@ -151,7 +151,7 @@ def test_a_store_that_does_not_answer_is_asked_by_one_ping_at_a_time_and_waited_
     assert not it.replica.has_passed(fences[0])
     until(lambda: it.replica.has_passed(fences[-1]))
     late = it.replica.fence()
-    assert it.replica.has_passed(late), "the store that answered none of them is waited for again"
+    assert it.replica.has_passed(late), "a request waits again for the silent store"
     assert it.replica.presences(CHAINS, 0) == []
     it.pong()
     until(lambda: len(it.links[0].sent) == 2)  # which stands for all that came meanwhile
@@ -160,7 +160,7 @@ def test_a_store_that_does_not_answer_is_asked_by_one_ping_at_a_time_and_waited_
     it.until([HELD])
 
 
-def test_a_ping_that_could_not_be_sent_is_sent_when_its_request_is_asked_about_again(follow: Any) -> None:
+def test_a_ping_that_could_not_be_sent_is_sent_with_the_next_call_about_its_request(follow: Any) -> None:
     it = follow(wait_timeout_s=30)
     it.snapshot(CHAINS[0])
     it.until([HELD])
@@ -183,7 +183,7 @@ def test_after_a_stall_or_a_reset_nothing_is_promised_until_a_ping_sent_since_is
     it = follow()
     it.snapshot(CHAINS[0])
     it.until([HELD])
-    it.replica.fence()  # its ping is on its way, and says nothing of what comes now
+    it.replica.fence()  # its ping was sent before
     it.replica.doubt(is_silent=is_silent)
     assert len(it.links[0].sent) == 1
     it.pong()
@@ -199,7 +199,7 @@ def test_after_a_gap_the_answer_is_not_yet_until_a_snapshot_has_come(follow: Any
     it.until([])
     it.may_connect.clear()
     it.stored(CHAINS[0])  # lost on the way
-    it.say(it.stored(CHAINS[1]))
+    it.send(it.stored(CHAINS[1]))
     it.until(None)
     it.may_connect.set()
     until(lambda: len(it.links) == 2)
@@ -217,7 +217,7 @@ def test_after_a_gap_the_answer_is_not_yet_until_a_snapshot_has_come(follow: Any
         [{"event": "stored", "epoch": "e", "seq": 1, "series": b"", "keys": [b"short"]}],
     ],
 )
-def test_a_replica_survives_what_cannot_be(follow: Any, lies: list[Any]) -> None:
+def test_a_replica_survives_malformed_messages(follow: Any, lies: list[Any]) -> None:
     it = follow()
     it.links[0].answer(*lies)
     until(lambda: len(it.links) > 1)
@@ -226,13 +226,13 @@ def test_a_replica_survives_what_cannot_be(follow: Any, lies: list[Any]) -> None
     it.until([HELD])
 
 
-def test_a_store_that_never_completes_its_snapshot_is_waited_for_only_for_a_while(
+def test_requests_wait_only_a_while_for_a_store_that_never_completes_its_snapshot(
     follow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "_CATCH_UP_S", 0.5)
     it = follow()
     first, *_ = it.log.snapshot({it.series.id: it.keys(CHAINS[0])})
-    it.say(first)
+    it.send(first)
     assert it.replica.presences(CHAINS, 0) is None
     it.until([])
     assert it.replica.link is it.links[0]  # it may catch up
@@ -240,13 +240,13 @@ def test_a_store_that_never_completes_its_snapshot_is_waited_for_only_for_a_whil
         it.replica.wait_until_ready(Deadline.after(0.1))
 
 
-def test_an_index_without_end_is_given_up(follow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_grows_without_limit_is_dropped(follow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_MAX_PAGES", 2)
     it = follow()
     it.snapshot(CHAINS[0])
-    it.say(it.stored(CHAINS[1]))
+    it.send(it.stored(CHAINS[1]))
     it.until([HELD, HELD])
-    it.say(it.stored(CHAINS[2]))
+    it.send(it.stored(CHAINS[2]))
     until(lambda: len(it.links) == 2)
 
 

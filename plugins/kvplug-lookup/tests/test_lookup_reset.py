@@ -1,4 +1,4 @@
-"""The connector "lookup" is told to forget: nothing computed before is loaded by a request that comes after.
+"""A reset of the connector "lookup": no KV computed before it is loaded by a later request.
 
 What the suite of connectors does not see: several workers, and saves on their way.
 """
@@ -34,7 +34,7 @@ from lookup_engines import (
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_an_idle_engine_is_asked_for_a_step_until_its_workers_have_been_told() -> None:
+def test_an_idle_engine_runs_steps_until_its_workers_have_received_the_reset() -> None:
     with FakeEngine(config("producer"), listen="unix:") as prefill:
         assert not prefill.scheduler.has_pending_push_work()
         prefill.scheduler.reset_cache()
@@ -45,7 +45,7 @@ def test_an_idle_engine_is_asked_for_a_step_until_its_workers_have_been_told() -
 
 
 @pytest.mark.parametrize("starts_over", [False, True])
-def test_a_prompt_of_which_a_part_was_computed_before_is_saved_only_if_it_starts_over(
+def test_a_prompt_that_was_partly_computed_before_a_reset_is_saved_only_if_it_starts_over(
     starts_over: bool,
 ) -> None:
     with pair() as (prefill, decode):
@@ -63,7 +63,7 @@ def test_a_prompt_of_which_a_part_was_computed_before_is_saved_only_if_it_starts
             assert_loads(decode, request_of("b", PROMPT), 96)
 
 
-def test_pages_that_are_being_kept_meanwhile_are_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_are_being_saved_during_a_reset_are_dropped_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store has them in hand when it is cleared."""
     from kvplug_host.pages.slot_put import SlotPut
 
@@ -89,7 +89,7 @@ def test_pages_that_are_being_kept_meanwhile_are_forgotten_too(monkeypatch: pyte
         assert_loads(decode, request_of("b", PROMPT), 96)
 
 
-def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot(
+def test_nothing_is_promised_until_every_worker_has_reported_the_reset(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def presences(chains: list[bytes], first: int, rank: int) -> list[Any]:
@@ -128,7 +128,7 @@ def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot(
         assert found("f") == 96
 
 
-def test_a_load_that_was_planned_before_and_begins_after_finds_nothing_and_is_computed() -> None:
+def test_a_load_planned_before_a_reset_finds_nothing_after_it_and_is_computed() -> None:
     with both() as engine:
         engine.prefill(request_of("stored", PROMPT))
         scheduled = promised(engine, request_of("a", PROMPT), 96)
@@ -142,7 +142,7 @@ def test_a_load_that_was_planned_before_and_begins_after_finds_nothing_and_is_co
         assert_loads(engine, request_of("b", PROMPT), 96)
 
 
-def test_what_was_read_before_a_reset_is_copied_into_no_store_after_it(
+def test_pages_read_before_a_reset_are_not_copied_into_a_store_after_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """Its new keys would promise what was computed before."""
@@ -165,7 +165,7 @@ def test_what_was_read_before_a_reset_is_copied_into_no_store_after_it(
         assert engine.worker.tiers["fs"].store.usage().num_pages == 0
 
 
-def test_a_consumer_has_forgotten_once_its_producer_has(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_consumer_is_reset_once_its_producer_is_reset(caplog: pytest.LogCaptureFixture) -> None:
     with pair() as (prefill, decode):
         prefill.prefill(request_of("a", PROMPT))
         num_held(prefill)
@@ -183,7 +183,7 @@ def test_a_consumer_has_forgotten_once_its_producer_has(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("has_folder", [False, True], ids=["nothing to forget", "a store that others use"])
-def test_a_consumer_without_a_producer_forgets_only_what_is_its_own(tmp_path: Path, has_folder: bool) -> None:
+def test_a_consumer_without_a_producer_drops_only_its_own_pages(tmp_path: Path, has_folder: bool) -> None:
     given = {"stores": ["fs"], "options": {"fs": {"path": str(tmp_path)}}} if has_folder else {}
     with FakeEngine(config("consumer", **given), connect=an_address("no-engine")) as decode:
         assert decode.scheduler.reset_cache() is not has_folder

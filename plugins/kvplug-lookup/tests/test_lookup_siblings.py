@@ -54,7 +54,7 @@ def assert_saved(engine: FakeEngine, num_pages: int, *prompts: Any) -> None:
         engine.finish(again, blocks)
 
 
-def test_what_was_loaded_is_saved_in_the_step_after_it(engine: FakeEngine) -> None:
+def test_loaded_pages_are_saved_in_the_next_step(engine: FakeEngine) -> None:
     prompt, blocks = begun(engine, "a")
     engine.compute(prompt.token_ids, blocks, 0, LOADED)
     run(engine, engine.plan([(prompt, blocks, LOADED, 32)]))
@@ -63,7 +63,7 @@ def test_what_was_loaded_is_saved_in_the_step_after_it(engine: FakeEngine) -> No
     assert_saved(engine, 8, MORE)
 
 
-def test_what_the_load_has_left_out_is_computed_and_the_rest_saved(engine: FakeEngine) -> None:
+def test_pages_that_the_load_missed_are_computed_and_the_rest_is_saved(engine: FakeEngine) -> None:
     prompt, blocks = begun(engine, "a")
     engine.compute(prompt.token_ids, blocks, 0, 48)
     run(engine, engine.plan([(prompt, blocks, LOADED, 54)]), invalid=blocks[3:6])

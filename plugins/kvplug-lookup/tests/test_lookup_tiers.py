@@ -53,7 +53,7 @@ def num_files(engine: FakeEngine) -> int:
     return found
 
 
-def test_what_the_first_store_evicted_is_loaded_from_the_next_and_promoted(tmp_path: Path) -> None:
+def test_pages_that_the_first_store_evicted_are_loaded_from_the_next_one_and_promoted(tmp_path: Path) -> None:
     with both(**tiers(tmp_path)) as engine:
         engine.prefill(request_of("old", PROMPT))
         assert (num_held(engine), num_files(engine)) == (6, 6)
@@ -138,7 +138,7 @@ def test_kv_is_loaded_from_a_folder_only_where_the_weights_are_known_to_be_equal
 # -- pages that cannot be read ---------------------------------------------------------------------
 
 
-def test_a_page_that_a_worker_cannot_read_is_not_promised_again_and_hides_no_page_before_it(
+def test_a_page_that_a_worker_cannot_read_is_not_promised_again_but_pages_before_it_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler side has a store object of its own, which knows nothing of the worker's errors."""
@@ -183,7 +183,7 @@ def loaded(decode: FakeEngine, number: int) -> None:
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-def test_what_decode_has_still_to_load_outlives_what_it_has_loaded(mapped: bool) -> None:
+def test_pages_that_decode_has_not_loaded_yet_outlive_those_that_it_has_loaded(mapped: bool) -> None:
     given = {"options": {"host": {**SMALL, "map": mapped}}}
     with pair(producer=given, consumer=given) as (prefill, decode):
         for number in range(30):
@@ -213,7 +213,7 @@ def refuse_gets(monkeypatch: pytest.MonkeyPatch, for_s: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["host", "fs"])
-def test_what_is_refused_since_it_is_slow_is_not_promised_until_it_is_tried_again(
+def test_a_source_that_was_refused_as_slow_is_not_promised_until_the_next_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr("kvplug_lookup.connector.sources._REST_S", 2.0)
@@ -235,7 +235,7 @@ def test_what_is_refused_since_it_is_slow_is_not_promised_until_it_is_tried_agai
 # -- stores that outlive their engines -----------------------------------------------------------
 
 
-def test_after_a_reset_an_engine_finds_none_of_its_old_pages_in_a_folder_and_others_do(
+def test_after_a_reset_other_engines_find_an_engines_old_pages_in_a_folder_but_it_does_not(
     tmp_path: Path,
 ) -> None:
     with both(**tiers(tmp_path)) as engine, both(**tiers(tmp_path)) as other:
@@ -250,16 +250,16 @@ def test_after_a_reset_an_engine_finds_none_of_its_old_pages_in_a_folder_and_oth
         assert_loads(other, request_of("c", PROMPT), 96)
 
 
-def test_peers_load_from_an_engines_first_store_whatever_follows_it(tmp_path: Path) -> None:
+def test_peers_load_from_an_engines_first_store_whatever_its_later_stores_are(tmp_path: Path) -> None:
     with pair(producer=tiers(tmp_path)) as (prefill, decode):
         prefill.prefill(request_of("stored", PROMPT))
         assert_loads(decode, request_of("a", PROMPT), 96)
 
 
-# -- what the log says -----------------------------------------------------------------------------
+# -- the log ---------------------------------------------------------------------------------------
 
 
-def test_a_cause_is_logged_again_after_a_minute_with_what_came_meanwhile(
+def test_a_cause_is_logged_again_after_a_minute_with_the_count_since_then(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def lines() -> list[str]:

@@ -1,4 +1,4 @@
-"""A store that has proved its identity and lies, and an end of the same kind that lies to a store."""
+"""A store that has proved its identity and sends wrong messages, and an end that sends them to a store."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Sink:
 
 
 class LyingStore:
-    """The other end of a reaching end: a test says what it answers to the next request."""
+    """The other end of a reaching end. The test chooses its answers."""
 
     def __init__(self, joined: Any, max_message_bytes: int | None = None) -> None:
         ours_signal, self.signal = joined.pipes()
@@ -112,7 +112,7 @@ def layers(meta: TensorMeta = META) -> list[torch.Tensor]:
         {"roi": b"\1\0\1"},  # tokens 1, 3
     ],
 )
-def test_an_entry_of_other_tokens_is_never_handed_out(
+def test_an_entry_with_other_tokens_is_never_returned(
     store: LyingStore, verb: str, lie: dict[str, Any]
 ) -> None:
     given = {"min_tokens": 3} if verb == "select" else {}
@@ -133,7 +133,7 @@ def test_an_announcement_with_wrong_metadata_ends_the_connection(store: LyingSto
 
 
 @pytest.mark.parametrize("with_sink", [False, True])
-def test_memory_is_not_asked_for_before_the_size_is_checked(
+def test_memory_is_only_allocated_after_the_size_is_checked(
     store: LyingStore, with_sink: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Any] = []
@@ -174,7 +174,7 @@ def test_an_entry_beyond_the_configs_limit_is_refused_and_the_next_one_comes(
         {"entry_id": -1},
     ],
 )
-def test_an_announcement_that_contradicts_itself_is_none(lie: dict[str, Any]) -> None:
+def test_an_announcement_that_contradicts_itself_is_refused(lie: dict[str, Any]) -> None:
     with pytest.raises((WireError, ValueError)):
         unpack(pack(found(1, **lie)))
 
@@ -185,10 +185,10 @@ def test_a_signal_larger_than_any_message_is_not_received(store: LyingStore) -> 
         store.end.match([1])
 
 
-# -- what was not asked for ----------------------------------------------------------------------
+# -- messages without a request -----------------------------------------------------------------
 
 
-def test_announcements_that_were_not_asked_for_make_no_threads_and_end_the_connection(
+def test_announcements_that_were_not_requested_start_no_threads_and_end_the_connection(
     store: LyingStore,
 ) -> None:
     before = threading.active_count()
@@ -236,7 +236,7 @@ def test_a_stores_error_text_is_one_printable_line(store: LyingStore) -> None:
 
 
 @pytest.mark.parametrize(("answers", "says"), [([], "grant of an entry"), ([False], "back in the store")])
-def test_an_entry_is_the_callers_only_if_the_store_confirms_it(
+def test_a_caller_gets_an_entry_only_if_the_store_confirms_it(
     store: LyingStore, monkeypatch: pytest.MonkeyPatch, answers: list[bool], says: str
 ) -> None:
     monkeypatch.setattr(reach, "_SETTLE_S", 0.05)
@@ -300,7 +300,7 @@ def test_a_store_serves_no_more_calls_of_one_end_than_a_bound(joined: Any, entry
     assert good.match([1, 2]) == 2
 
 
-def test_calls_of_an_end_that_does_not_read_its_answers_end_in_time(
+def test_calls_of_an_end_that_does_not_read_its_answers_expire(
     joined: Any, entry: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "_GRACE_S", 0.05)
@@ -316,9 +316,7 @@ def test_calls_of_an_end_that_does_not_read_its_answers_end_in_time(
     assert {unpack(signal.recv_tensor(timeout=5)).call for _ in range(6)} == {1, 2, 3, 4, 5, 6}
 
 
-def test_calls_that_are_cancelled_while_an_entry_is_sent_are_not_collected_without_end(
-    joined: Any, entry: Any
-) -> None:
+def test_the_number_of_calls_cancelled_while_an_entry_is_sent_is_limited(joined: Any, entry: Any) -> None:
     store = joined.store()
     signal, data = joined.served(store, 1)
     store.insert(*entry([1, 2]))
@@ -359,7 +357,7 @@ def test_calls_that_are_cancelled_while_an_entry_is_sent_are_not_collected_witho
         pack(Done(1)),
     ],
 )
-def test_a_request_that_cannot_be_ends_that_session_only(
+def test_a_malformed_request_ends_only_its_session(
     joined: Any, entry: Any, lie: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = joined.store()
@@ -373,7 +371,7 @@ def test_a_request_that_cannot_be_ends_that_session_only(
     assert good.match([1, 2]) == 2
 
 
-def test_an_entry_that_was_not_confirmed_in_time_is_back_and_a_late_confirmation_refused(
+def test_an_entry_not_confirmed_in_time_is_available_again_and_a_late_confirmation_is_refused(
     joined: Any, entry: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "_GRACE_S", 0.05)
@@ -392,7 +390,7 @@ def test_an_entry_that_was_not_confirmed_in_time_is_back_and_a_late_confirmation
     assert unpack(signal.recv_tensor(timeout=5)) == Granted(1, False)
 
 
-def test_an_entry_is_taken_here_as_a_copy_while_a_transfer_that_was_given_up_reads_it(
+def test_an_entry_is_taken_as_a_copy_while_an_abandoned_transfer_reads_it(
     joined: Any, entry: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader that was stopped in the middle of a tensor would receive what its new owner writes."""
@@ -409,7 +407,7 @@ def test_an_entry_is_taken_here_as_a_copy_while_a_transfer_that_was_given_up_rea
     assert torch.equal(data.recv_tensor(timeout=5), parts[2][0])
 
 
-def test_the_other_end_of_pipes_that_a_closed_store_is_given_knows_that_it_is_gone(joined: Any) -> None:
+def test_the_peer_of_pipes_attached_to_a_closed_store_gets_peer_gone(joined: Any) -> None:
     store = joined.store()
     store.abort()
     (signal, their_signal), (data, their_data) = joined.pipes(), joined.pipes()
@@ -429,7 +427,7 @@ class Interrupted(PipeAround):
         raise KeyboardInterrupt
 
 
-def test_an_end_that_does_not_know_what_it_has_received_says_so(joined: Any, entry: Any) -> None:
+def test_an_end_that_was_interrupted_during_a_receive_raises_from_then_on(joined: Any, entry: Any) -> None:
     store = joined.store()
     signal, data = joined.served(store)
     end = reach.ReachingEnd(signal, Interrupted(data), timeout_s=5)
@@ -441,7 +439,7 @@ def test_an_end_that_does_not_know_what_it_has_received_says_so(joined: Any, ent
         end.select([1], sink=Sink())
 
 
-def test_a_call_that_was_never_asked_can_be_cancelled(joined: Any, entry: Any) -> None:
+def test_a_call_whose_request_was_never_sent_can_be_cancelled(joined: Any, entry: Any) -> None:
     """Its request did not fit into the signal pipe, or into a message."""
     store = joined.store()
     end = joined.reach(store)

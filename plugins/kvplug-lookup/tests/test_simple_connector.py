@@ -74,7 +74,7 @@ def prompts(count: int) -> list[range]:
 
 
 @pytest.mark.parametrize("evict", ["never", "oldest"])
-def test_the_oldest_prompts_go_when_there_is_no_room(engine: Make, evict: str) -> None:
+def test_the_oldest_prompts_are_dropped_when_there_is_no_room(engine: Make, evict: str) -> None:
     """Whether the buffer drops them by itself or not."""
     prefill, decode = engine("producer", {"evict": evict}, buffer_size=TWO_PROMPTS), engine("consumer")
     for number, tokens in enumerate(prompts(4)):
@@ -83,7 +83,7 @@ def test_the_oldest_prompts_go_when_there_is_no_room(engine: Make, evict: str) -
     assert loaded(decode, prompts(4)[3]) == 96
 
 
-def test_a_prompt_that_is_read_when_room_is_needed_goes_later(
+def test_a_prompt_that_is_being_read_when_room_is_needed_is_dropped_later(
     engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In its stead goes a longer one, which matches its tokens."""
@@ -115,7 +115,7 @@ def test_a_prompt_that_is_read_when_room_is_needed_goes_later(
     ],
 )
 @pytest.mark.parametrize("integrity", ["off", "auto"])
-def test_an_entry_that_is_no_kv_of_these_layers_is_computed_instead(
+def test_the_prompt_of_an_entry_without_kv_of_these_layers_is_computed(
     engine: Make, monkeypatch: pytest.MonkeyPatch, lie: dict[str, Any], integrity: str
 ) -> None:
     insert = SimpleStore.insert
@@ -132,7 +132,7 @@ def test_an_entry_that_is_no_kv_of_these_layers_is_computed_instead(
     assert (num_loaded, report.invalid_block_ids) == (96, frozenset(blocks[:6]))
 
 
-def test_a_prompt_that_is_held_is_not_inserted_again_and_one_that_is_too_large_is_counted(
+def test_a_held_prompt_is_not_inserted_again_and_one_that_is_too_large_is_counted(
     engine: Make,
 ) -> None:
     prefill = engine("producer", buffer_size=TWO_PROMPTS)
@@ -183,7 +183,7 @@ def test_entries_are_verified_with_the_hash_that_was_agreed_on(engine: Make, int
     assert loaded(decode) == 96
 
 
-def test_what_a_worker_may_not_load_is_promised_once(engine: Make) -> None:
+def test_tokens_that_a_worker_may_not_load_are_promised_only_once(engine: Make) -> None:
     """Only workers know an attention kernel's own order of a block's elements."""
     prefill = engine("producer", build={"axes": "KBHTD", "block_format": "transposed"})
     decode = engine("consumer", build={"axes": "KBHTD"})
@@ -193,7 +193,7 @@ def test_what_a_worker_may_not_load_is_promised_once(engine: Make) -> None:
     assert promised(decode) == 0
 
 
-def test_who_waits_for_the_peer_learns_what_is_wrong(engine: Make, host: str) -> None:
+def test_waiting_for_the_peer_raises_the_reason_of_its_failure(engine: Make, host: str) -> None:
     decode = engine("consumer")
     for side in (decode.scheduler, decode.worker):
         with pytest.raises(TimeoutError, match=host.partition("@")[2]):

@@ -65,7 +65,7 @@ def test_an_entry_takes_exactly_its_bytes_and_a_full_store_says_what_it_holds(ma
     assert len(store) == 1 and store.bytes_used == nbytes
 
 
-def test_old_entries_go_when_room_is_needed_even_during_the_wait(made, entry):
+def test_old_entries_are_evicted_when_room_is_needed_also_during_the_wait(made, entry):
     parts = entry([1, 2, 3])
     store = made(bytes_of(parts), ttl_s=0.15)
     store.insert(*parts)
@@ -76,7 +76,7 @@ def test_old_entries_go_when_room_is_needed_even_during_the_wait(made, entry):
     assert store.match([1, 2, 3]) == 0 and store.match([4, 5, 6]) == 3
 
 
-def test_where_the_oldest_go_what_is_read_stays_and_nothing_goes_in_vain(made, entry):
+def test_eviction_of_the_oldest_spares_entries_being_read_and_evicts_nothing_in_vain(made, entry):
     store = made(3 * bytes_of(entry([1, 2, 3])), evict="oldest")
     for first in (1, 4, 7):
         store.insert(*entry([first, 2, 3]), timeout=0)
@@ -95,7 +95,7 @@ def test_where_the_oldest_go_what_is_read_stays_and_nothing_goes_in_vain(made, e
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_entry_that_another_stream_copies_is_sent_when_it_is_copied(joined, seed):
+def test_an_entry_copied_on_another_stream_is_sent_after_the_copy(joined, seed):
     with simulated.seeded(seed):
         store = joined.store(device="simulated")
         (signal, their_signal), (data, their_data) = joined.pipes(), joined.pipes(device="simulated")
@@ -128,7 +128,7 @@ def test_a_store_that_closes_grants_an_entry_that_was_received(joined, entry, mo
 # -- an end that reaches it ------------------------------------------------------------------------
 
 
-def test_a_query_that_is_no_tokens_or_too_long_for_a_message_is_refused_here(joined):
+def test_a_query_without_token_ids_or_too_long_for_a_message_is_refused_before_it_is_sent(joined):
     end = joined.reach(joined.store())
     with pytest.raises(UnsupportedError):
         end.match([1.5])
@@ -146,7 +146,7 @@ def test_an_end_that_cannot_start_its_thread_closes_its_pipes(joined, monkeypatc
         their_signal.recv_tensor(timeout=5)
 
 
-def test_transfers_given_up_at_random_moments_leave_the_pipes_in_order(joined, entry):
+def test_transfers_abandoned_at_random_moments_leave_the_pipes_usable(joined, entry):
     store = joined.store()
     end, parts = joined.reach(store, limit=1), entry([1, 2, 3], layers=200)
     store.insert(*parts)

@@ -14,12 +14,12 @@ def ids(*tokens):
 
 
 @pytest.mark.parametrize("tokens", [[1.0, 2.0], [True, False], ["a"], [2**63], [2**63, -1], [[1], [2, 3]]])
-def test_what_is_not_a_64_bit_integer_is_no_token(tokens):
+def test_token_ids_that_are_not_64_bit_integers_are_refused(tokens):
     with pytest.raises(UnsupportedError):
         token_array(tokens)
 
 
-def test_an_entry_that_was_being_read_is_as_old_as_before():
+def test_an_entry_keeps_its_age_while_it_is_read():
     index = TokenIndex()
     for entry_id in range(3):
         index.insert(entry_id, ids(1, 2))
@@ -33,7 +33,7 @@ def test_an_entry_that_was_being_read_is_as_old_as_before():
         index.remove(entry_id)
 
 
-def test_memory_does_not_grow_with_entries_that_come_and_go():
+def test_memory_does_not_grow_while_entries_are_inserted_and_removed():
     index = TokenIndex()
 
     def come_and_go(number):
