@@ -1,4 +1,4 @@
-"""``kvplug check NAME``: loads everything of a plugin, and says all that is wrong with it."""
+"""``kvplug check NAME``: loads everything of a plugin, and reports all that is wrong with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvplug.transport import peer_text
 @click.argument("name", shell_complete=plugins)
 def check(name: str) -> None:
     """Check the installed plugin NAME against the laws of plugins: it is found, light to load, and offers
-    what its claims say; every factory, probe and option loads.
+    what it claims; every factory, probe and option loads.
 
     NAME is that of its entry point. A process of its own loads it. Exits with 1 if something is wrong.
     """

@@ -1,8 +1,8 @@
 """The suites as functions, for any test runner and for plain programs: ``check_pipe(make_pair)`` and others.
 
-Each runs the same tests as the class of its kind, with pytest in this process, whatever pytest's own options
-and files say there. With a maker at the top level of a file the tests that need other processes run, too;
-without, they are skipped with that reason, except those of pairs, whose ends are always in one process.
+Each runs the same tests as the class of its kind, with pytest in this process, without your own options and
+files of pytest. If the maker is at the top level of a file, the tests that need other processes run,
+too; otherwise they are skipped with that reason. The ends of a pair are always in one process.
 """
 
 from __future__ import annotations

@@ -76,11 +76,11 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
         with theirs:
-            number, (pidfd,) = self._ask(f"fork {timeout_s}", [theirs.fileno(), stderr.fileno()])
+            number, (pidfd,) = self._request(f"fork {timeout_s}", [theirs.fileno(), stderr.fileno()])
 
         def reap() -> int:
             # ``number`` is its pid for the server, which may be in another pid namespace.
-            return os.waitstatus_to_exitcode(self._ask(f"wait {number}")[0])
+            return os.waitstatus_to_exitcode(self._request(f"wait {number}")[0])
 
         return Peer(target, args, pidfd, reap, ours, stderr)
 
@@ -89,9 +89,9 @@ class ForkServer:
         self._control.close()
         self._server.close()
 
-    def _ask(self, question: str, fds: Sequence[int] = ()) -> tuple[int, list[int]]:
+    def _request(self, request: str, fds: Sequence[int] = ()) -> tuple[int, list[int]]:
         with self._lock:
-            socket.send_fds(self._control, [question.encode()], fds)
+            socket.send_fds(self._control, [request.encode()], fds)
             answer, received, _, _ = socket.recv_fds(
                 self._control, _NUMBER.size, 1, flags=socket.MSG_CMSG_CLOEXEC
             )

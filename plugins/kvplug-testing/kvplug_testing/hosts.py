@@ -41,7 +41,7 @@ _SHARED_MEMORY = b"/dev/shm"
 
 
 class NoHostsError(KvplugError):
-    """This system does not permit to make hosts; the message says what it refuses."""
+    """This system does not allow the namespaces of a host; the message names what it refuses."""
 
 
 class HostPair(ExitStack):
@@ -51,7 +51,7 @@ class HostPair(ExitStack):
 
     def __init__(self, server: ForkServer) -> None:
         """Raises:
-        NoHostsError: there can be no hosts here; the message says why.
+        NoHostsError: no hosts can be made here; the message has the reason.
         """
         super().__init__()
         self._hosts: list[_Host] = []
@@ -96,7 +96,7 @@ class _Host(ForkServer):
 def turn(parent: Parent, state: str) -> None:
     """On a host: turn its end of the link "up", and wait until it runs, or "down".
 
-    While it is down, what either end sends is lost without a word.
+    While it is down, what either end sends is lost silently.
     """
     _ip("link", "set", _LINK, state)
     if state == "up":
@@ -112,7 +112,7 @@ def become(parent: Parent, control_name: bytes, number: int, first: int) -> None
     """
     control = forkserver.connected(control_name)
     faulthandler.cancel_dump_traceback_later()  # its thread could not enter the namespaces
-    with _refusals_told(parent):
+    with _reporting_refusals(parent):
         _enter(number, first)
         peers.die_with_parent()  # new credentials may have ended that
         if os.fork() == 0:  # only a child is in the namespace of processes
@@ -124,7 +124,7 @@ def become(parent: Parent, control_name: bytes, number: int, first: int) -> None
 def _be_the_first_process(parent: Parent, control: socket.socket, number: int) -> None:
     try:
         peers.die_with_parent()
-        with _refusals_told(parent):
+        with _reporting_refusals(parent):
             _furnish(number)
             parent.send("")
         forkserver.serve(parent, control)
@@ -133,7 +133,7 @@ def _be_the_first_process(parent: Parent, control: socket.socket, number: int) -
 
 
 @contextmanager
-def _refusals_told(parent: Parent) -> Iterator[None]:
+def _reporting_refusals(parent: Parent) -> Iterator[None]:
     try:
         yield
     except OSError as e:
@@ -175,8 +175,8 @@ def _link(number: int, first: int) -> None:
 
 
 def _wait_until_running() -> None:
-    """Wait, for a moment, until the kernel says that this end of the link runs: up to a second after it was
-    turned on at both ends. Some libraries leave out an interface that does not.
+    """Wait briefly until the kernel reports that this end of the link runs: up to a second after both ends
+    were turned on. Some libraries ignore an interface that does not run.
     """
     with contextlib.suppress(waits.DeadlineError):
         waits.until(lambda: "state UP" in _ip("link", "show", _LINK), _RUNNING_S)

@@ -82,7 +82,7 @@ def main(names: Iterable[str]) -> None:
     """The program.
 
     Raises:
-        SystemExit: a name is unknown; the message says which is near.
+        SystemExit: a name is unknown; the message names a similar one.
     """
     try:
         wanted = selected(names)

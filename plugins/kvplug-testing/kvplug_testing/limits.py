@@ -56,7 +56,7 @@ class Limit:
     resources: frozenset[str]
     """The resources that an error may name, one of ``ResourceExhaustedError.resource``."""
     begin: Callable[[int], AbstractContextManager[None]]
-    """``with limit.begin(n):`` n more can be had."""
+    """``with limit.begin(n):`` n more are available."""
     prepare: Callable[[], str] = lambda: ""
     """Once in a process, before anything is made. Returns why the limit cannot be set here; empty: it can."""
 
@@ -107,7 +107,7 @@ def memory(number: int) -> Iterator[None]:
 
 
 def _has_no_room_for_a_thread() -> bool:
-    """A thread of Python needs some pages besides its stack. If it gets none, it dies in silence, and
+    """A thread of Python needs some pages besides its stack. Without them it dies silently, and
     ``start`` waits for it for ever."""
     try:
         mmap.mmap(-1, _STACK_BYTES + _PAGES_OF_A_THREAD, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
@@ -206,7 +206,7 @@ LIMITS: Final = {
         Limit("threads", frozenset({"threads"}), threads),
         # A thread needs addresses for its stack.
         Limit("memory", frozenset({"memory", "threads"}), memory, reserve_memory),
-        # A file that no name leads to is memory to the one who asked for memory.
+        # Memory in a file without a name is memory to a caller that asked for memory.
         Limit("file size", frozenset({"space", "memory"}), file_size),
         Limit("disk", frozenset({"space", "memory"}), disk, mount_small_disk),
     )

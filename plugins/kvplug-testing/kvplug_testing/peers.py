@@ -204,7 +204,7 @@ class Peer:
         """Send SIGSTOP, and wait until the child has stopped.
 
         Raises:
-            PeerGoneError: it has ended; what it said last is there to be received.
+            PeerGoneError: it has ended; what it sent before can still be received.
             TimeoutError: it has not stopped.
         """
         self._signal(signal.SIGSTOP)
@@ -266,7 +266,7 @@ class Peer:
             kind, value = self._wire.recv(timeout)
         except EOFError as e:
             self._ends(2.0)
-            raise PeerGoneError(f"{self!r} ended without a word; it wrote:\n{self.stderr}") from e
+            raise PeerGoneError(f"{self!r} ended without a result; it wrote:\n{self.stderr}") from e
         except TimeoutError as e:
             raise TimeoutError(f"no {wanted} from {self!r} in {timeout} s\n{self._both_stacks()}") from e
         if kind == "error":

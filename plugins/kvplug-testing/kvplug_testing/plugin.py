@@ -53,6 +53,6 @@ def kvplug_commands() -> list[CommandSpec]:
         CommandSpec(
             name="check",
             target="kvplug_testing.check_command:check",
-            summary="Load everything of a plugin, and say all that is wrong with it",
+            summary="Load everything of a plugin, and report all that is wrong with it",
         )
     ]

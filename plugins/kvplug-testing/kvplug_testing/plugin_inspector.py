@@ -112,7 +112,7 @@ class _Inspector:
         """Load what a program needs that uses it."""
         import click
 
-        failure = "is not what the spec says"
+        failure = "does not match the spec"
         for what in ("factory", "worker_factory", "client", "target"):
             if not (target := getattr(spec, what, None)):
                 continue
@@ -124,7 +124,7 @@ class _Inspector:
                     raise TypeError(f"{command!r} is not a click command")
 
     def _probe(self, spec: Any) -> bool:
-        """Whether two hosts are known apart, as far as the probe says."""
+        """Whether the probe distinguishes two hosts."""
         from kvplug.kit import load_target
         from kvplug.transport import Probe
 
@@ -137,7 +137,9 @@ class _Inspector:
             if not isinstance(probe, Probe):
                 raise TypeError(f"it returned {probe!r}, not a Probe")
             if not probe.viable and not probe.reason:
-                self._breach("PLUGIN-3", f"{step} says that it cannot work here, and not why")
+                self._breach(
+                    "PLUGIN-3", f"{step} reports that the transport cannot work here, without a reason"
+                )
             has_domain = not probe.viable or bool(probe.domain)
         return has_domain
 

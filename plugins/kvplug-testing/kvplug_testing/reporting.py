@@ -170,7 +170,7 @@ def _put_in_order(items: list[pytest.Item]) -> None:
     """Sort the tests of each suite, in place: simple laws come first.
 
     A suite is a class made of parts, and its bases name them in this order: what arrives, in what order, how
-    things end, what is left behind. If a transport corrupts messages, the first failure then says so, and
+    things end, what is left behind. If a transport corrupts messages, the first failure then shows that, and
     not that an object of a later test was left behind. pytest itself collects the last base first. Tests
     that an author has added come last.
     """

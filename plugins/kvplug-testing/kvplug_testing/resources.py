@@ -101,9 +101,9 @@ def _left_here(names: frozenset[str]) -> frozenset[str]:
     family = _family(os.getpid())
     held = {int(pid): names & _shared_memory_held(int(pid)) for pid in _listdir("/proc") if pid.isdecimal()}
     ours = {name for pid, each in held.items() if pid in family for name in each}
-    nobodys = {name for name in names.difference(*held.values()) if not name.startswith(_SEMAPHORE)}
+    unheld = {name for name in names.difference(*held.values()) if not name.startswith(_SEMAPHORE)}
     # Looked at last: a name that a process had and unlinked meanwhile is found at no process, and is gone.
-    return frozenset(name for name in ours | nobodys if os.path.lexists(f"{_SHARED_MEMORY}/{name}"))
+    return frozenset(name for name in ours | unheld if os.path.lexists(f"{_SHARED_MEMORY}/{name}"))
 
 
 def _family(pid: int) -> set[int]:

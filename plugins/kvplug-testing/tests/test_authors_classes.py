@@ -1,4 +1,4 @@
-"""What an author's class says of itself: options of what is not installed, and what it forgot to say."""
+"""What an author's class sets: options of what is not installed, and what it must set."""
 
 from __future__ import annotations
 
@@ -41,16 +41,14 @@ def test_options_of_what_is_not_installed_are_made_as_a_config_makes_them() -> N
 
 
 @pytest.mark.parametrize(
-    ("suite", "ask", "said"),
+    ("suite", "use", "message"),
     [
         (PipeContract, lambda s: s.pair(), "`transport` .* an installed pipe, or override `make_endpoint`"),
         (DeviceCommunicatorContract, lambda s: s.made(None), "communicator, or override `make_communicator`"),
         (ConnectorContract, lambda s: s.both(), "set `connector` to the name of an installed connector$"),
     ],
 )
-def test_a_class_that_does_not_say_what_it_judges_is_told_what_to_set(
-    suite: Any, ask: str, said: str
-) -> None:
+def test_a_class_without_a_subject_fails_with_what_to_set(suite: Any, use: Any, message: str) -> None:
     mine = type("TestMine", (suite,), {})()
-    with pytest.raises(FAILED, match=f"TestMine does not say what it judges: .*{said}"):
-        ask(mine)
+    with pytest.raises(FAILED, match=f"TestMine has no subject: .*{message}"):
+        use(mine)

@@ -1,4 +1,4 @@
-"""``check_plugin``: a plugin that keeps the laws passes, and each way to break one is told with its law."""
+"""``check_plugin``: a plugin that keeps the laws passes, and each breach is reported with its law."""
 
 from __future__ import annotations
 
@@ -105,20 +105,20 @@ def test_a_plugin_that_keeps_the_laws_passes(site: Any) -> None:
 
 @pytest.mark.mutant
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_breach_is_told_with_its_law_and_no_other_law(site: Any, fault: dict[str, str]) -> None:
-    law, said = LAWS[fault["law"]], fault["said"]
-    done = check(site, fault["old"], fault["new"], 4.0 if "had not come" in said else 20.0)
+def test_a_breach_is_reported_with_its_law_and_no_other_law(site: Any, fault: dict[str, str]) -> None:
+    law, message = LAWS[fault["law"]], fault["message"]
+    done = check(site, fault["old"], fault["new"], 4.0 if "had not come" in message else 20.0)
     assert done.returncode == 1, "it was not noticed"
-    told, _, laws = done.stderr.strip().partition("\n\n")
-    first, *breaches = told.split("\n  - ")
+    listed, _, laws = done.stderr.strip().partition("\n\n")
+    first, *breaches = listed.split("\n  - ")
     assert first.startswith("the plugin 'subject' breaks "), done.stderr
     assert all(breach.startswith(f"law {law}: ") for breach in breaches), done.stderr
-    assert any(said in breach for breach in breaches), done.stderr
-    assert laws == law.quoted, "what the law says is told once"
+    assert any(message in breach for breach in breaches), done.stderr
+    assert laws == law.quoted, "the text of the law is quoted once"
 
 
 @pytest.mark.full
-def test_what_needs_a_library_that_is_not_here_is_not_judged_and_says_so(site: Any) -> None:
+def test_what_needs_a_missing_library_is_not_judged_and_is_reported(site: Any) -> None:
     done = check(site, "import click", "import click, cupy")
     assert done.returncode == 0, done.stderr
     reasons = json.loads(done.stdout)
@@ -127,7 +127,7 @@ def test_what_needs_a_library_that_is_not_here_is_not_judged_and_says_so(site: A
 
 
 @pytest.mark.full
-def test_the_command_and_a_run_of_the_suite_say_all_that_is_wrong(site: Any) -> None:
+def test_the_command_and_a_run_of_the_suite_report_all_that_is_wrong(site: Any) -> None:
     check(site, "How many there are in a message.", " ")
     done = site.kvplug("check", "subject")
     wrong = "the option 'puffs' of the pipe smoke has no help"

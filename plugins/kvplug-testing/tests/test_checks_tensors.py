@@ -63,8 +63,8 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def said(tmp_path: Path, fork_server: ForkServer) -> Callable[..., str]:
-    """What the program prints, given arguments."""
+def output_of(tmp_path: Path, fork_server: ForkServer) -> Callable[..., str]:
+    """Run the program with arguments, and return what it prints."""
 
     def run(*arguments: str) -> str:
         program = tmp_path / "program.py"
@@ -92,9 +92,9 @@ def _judged(printed: str) -> list[str]:
 
 
 def test_a_program_judges_what_it_makes_and_gets_the_laws_that_are_broken(
-    said: Callable[..., str],
+    output_of: Callable[..., str],
 ) -> None:
-    printed = said("quick", "STORE-10")
+    printed = output_of("quick", "STORE-10")
     good, nested = _judged(printed)
     assert "passed" in good and "passed" in nested
     broken = printed.partition("broken: ")[2]
@@ -104,18 +104,18 @@ def test_a_program_judges_what_it_makes_and_gets_the_laws_that_are_broken(
 
 @pytest.mark.full
 def test_other_processes_make_what_is_judged_if_they_can_import_its_maker(
-    said: Callable[..., str],
+    output_of: Callable[..., str],
 ) -> None:
-    good, nested, *_ = _judged(said("long", "ALL-8"))
+    good, nested, *_ = _judged(output_of("long", "ALL-8"))
     assert "passed" in good and "other processes" not in good
     assert "other processes cannot import <lambda>: put it at the top of a file" in nested
 
 
 @pytest.mark.full
 def test_the_law_of_a_dead_peer_is_not_judged_where_no_call_depends_on_one(
-    said: Callable[..., str],
+    output_of: Callable[..., str],
 ) -> None:
-    judged = _judged(said("quick", "ALL-2"))
+    judged = _judged(output_of("quick", "ALL-2"))
     assert len(judged) == 3
     for line in judged:
         assert "has to fail when another end ends" in line and "passed" not in line

@@ -43,7 +43,7 @@ def test_the_place_in_a_value_is_shown() -> None:
     assert difference(b"ab", b"abc")
 
 
-def test_the_error_begins_with_what_the_caller_says() -> None:
+def test_the_error_begins_with_the_text_of_the_caller() -> None:
     assert_filled(3, torch.full((2, 2), 3.0))
     with pytest.raises(AssertionError, match=r"^at rank 2: 1 was expected, and 2 came$"):
         assert_same(1, 2, "at rank 2")

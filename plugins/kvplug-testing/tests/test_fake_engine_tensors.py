@@ -1,4 +1,4 @@
-"""FakeEngine: it calls as it is told, it knows wrong KV from right, and its schedules can be had again."""
+"""FakeEngine: it makes the calls in order, it finds wrong KV, and its schedules can be repeated."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ REPORTS = [
         ),
     ],
 )
-def test_it_calls_in_the_order_it_is_told(engine: FakeEngine, order: CallOrder, expected: list[str]) -> None:
+def test_it_makes_the_calls_in_the_given_order(
+    engine: FakeEngine, order: CallOrder, expected: list[str]
+) -> None:
     worker, engine.worker = engine.worker, Mock(wraps=engine.worker)
     prompt, blocks = request_of("a", range(20)), engine.allocate(20)
     engine.scheduler.on_new_request(prompt)
@@ -62,7 +64,7 @@ def test_it_calls_in_the_order_it_is_told(engine: FakeEngine, order: CallOrder, 
 
 
 class Preempting(Schedule):
-    """A schedule that compares the blocks of preempted requests, when the worker side is told of them, with
+    """A schedule that compares the blocks of preempted requests, when the worker side gets the news, with
     what was computed into them."""
 
     num_told = 0
@@ -74,14 +76,16 @@ class Preempting(Schedule):
 
     def _check(self, planned: PlannedStep, **given: Any) -> Any:
         for name in planned.preempted & self._computed.keys():
-            assert self.fake.is_right(*self._computed.pop(name)), f"{name} has lost its KV before it was told"
+            assert self.fake.is_right(*self._computed.pop(name)), (
+                f"{name} has lost its KV before the worker side had the news"
+            )
             self.num_told += 1
         for request, blocks, computed, new in planned.scheduled:
             self._computed[request.request_id] = request.token_ids, blocks, computed + new
         return self._execute_step(planned, **given)
 
 
-def test_a_preempted_request_keeps_its_kv_until_the_worker_side_is_told(engine: FakeEngine) -> None:
+def test_a_preempted_request_keeps_its_kv_until_the_worker_side_has_the_news(engine: FakeEngine) -> None:
     """With steps in flight that is later than it is planned, and a store may read the blocks until then."""
     chance = random.Random(7)
     engine.free_blocks = engine.free_blocks[:32]
@@ -92,7 +96,7 @@ def test_a_preempted_request_keeps_its_kv_until_the_worker_side_is_told(engine: 
 
 
 @pytest.mark.parametrize("axes", AXES)
-def test_its_cache_knows_right_from_wrong_on_every_layout(axes: str) -> None:
+def test_its_cache_detects_wrong_kv_in_every_layout(axes: str) -> None:
     cache = PagedCache(axes=axes, num_blocks=8)
     tokens, blocks = tuple(range(40)), (5, 2, 7)
     for layer in range(3):
@@ -110,6 +114,6 @@ def test_its_cache_knows_right_from_wrong_on_every_layout(axes: str) -> None:
 
 @pytest.mark.parametrize("value", [{1}, (1, object()), {"a": frozenset()}, [range(3)]])
 def test_only_plain_values_cross(value: Any) -> None:
-    with pytest.raises(AssertionError, match="what it says"):
-        roundtrip(value, "what it says")
+    with pytest.raises(AssertionError, match="what it returned"):
+        roundtrip(value, "what it returned")
     assert roundtrip({"a": (1, [b"x", None])}, "it") == {"a": (1, [b"x", None])}

@@ -18,7 +18,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def facts(parent: peers.Parent) -> dict[str, Any]:
-    """What tells a process where it is."""
+    """What shows a process where it is."""
     Path(f"/dev/shm/kvplug-{os.getpid()}").write_text("left")
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(f"\0kvplug-{os.getpid()}")

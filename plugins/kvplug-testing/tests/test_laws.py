@@ -20,18 +20,18 @@ def test_a_law_is_named_by_its_id_and_several_by_their_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("lokup-3", "did you mean 'LOOKUP-3'?"),
         ("PIP", "did you mean 'PIPE'?"),
         ("xyz", "are ALL, END, PIPE"),
     ],
 )
-def test_a_name_that_is_no_laws_is_told_with_one_that_is_near(name: str, said: str) -> None:
-    with pytest.raises(SystemExit, match=re.escape(said)):
+def test_the_error_for_an_unknown_law_names_a_similar_one(name: str, message: str) -> None:
+    with pytest.raises(SystemExit, match=re.escape(message)):
         main(["PIPE-5", name])
 
 
-def test_the_program_prints_what_laws_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_prints_the_text_of_laws(capsys: pytest.CaptureFixture[str]) -> None:
     main(["PIPE-5"])
     assert capsys.readouterr().out.startswith("law PIPE-5 (receiving into memory):\n    `recv_tensor(")

@@ -23,7 +23,7 @@ class Claims(PipeContract):
 
 
 @pytest.mark.parametrize(
-    ("devices", "said", "device"),
+    ("devices", "given", "device"),
     [
         ({"cpu"}, "", "cpu"),
         ({"cuda", "cpu"}, "", "cpu"),
@@ -31,8 +31,8 @@ class Claims(PipeContract):
         ({"cuda", "cpu"}, "cuda", "cuda"),
     ],
 )
-def test_ends_are_made_for_a_device_that_is_claimed(devices: set[str], said: str, device: str) -> None:
-    claims = {"claims": {"devices": devices}, "device": said}
+def test_ends_are_made_for_a_device_that_is_claimed(devices: set[str], given: str, device: str) -> None:
+    claims = {"claims": {"devices": devices}, "device": given}
     mine: Any = type("Mine", (Claims,), {**claims, "make_endpoint": lambda self, context: context})()
     assert mine.endpoint().device == device
 

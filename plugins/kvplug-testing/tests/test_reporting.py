@@ -94,18 +94,18 @@ def test_a_run_quotes_the_broken_laws_and_reports_each_outcome_with_its_reason(
     done = package.judge("--kvplug-report", "card.md", "--kvplug-report", "card.json")
     assert done.returncode == 1
     assert "law PIPE-5 (receiving into memory)" in done.stdout.partition("short test summary")[2]
-    for said in (
+    for message in (
         "two and a half came",
         "law PIPE-5 (receiving into memory):\n",
         "law PIPE-6 (a receive that runs out of time):\n",
-        "    `recv_tensor(out=...)` fills `out`, contiguous or not.",  # what the law says
+        "    `recv_tensor(out=...)` fills `out`, contiguous or not.",  # the text of the law
         "# Conformance, level quick",
         "## pipe memory (TestMine)",
         "- skipped: PIPE-7 test_of_what_is_not_claimed: ",
         "- waived: PIPE-1 test_that_is_waived: see issue 12",
         "- failed: PIPE-5, PIPE-6 test_that_is_broken: ",
     ):
-        assert said in done.stdout
+        assert message in done.stdout
     page, text = ((package.folder / name).read_text() for name in ("card.md", "card.json"))
     assert page.strip() in done.stdout
     found = {result.test: result for result in from_json(text).results}
@@ -137,7 +137,7 @@ def test_one_law_is_judged_alone(package: Package) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--kvplug-law", "ALL-4"], "no test here judges ALL-4 at level quick"),
         (["--kvplug-law", "PIPE-44"], "there is no law 'PIPE-44'; did you mean 'PIPE-4'"),
@@ -145,8 +145,8 @@ def test_one_law_is_judged_alone(package: Package) -> None:
         (["alone"], "test_alone.py::test_alone names a law and stands in no class"),
     ],
 )
-def test_what_cannot_be_judged_or_reported_is_told_before_anything_runs(
-    package: Package, arguments: list[str], said: str
+def test_wrong_options_are_reported_before_anything_runs(
+    package: Package, arguments: list[str], message: str
 ) -> None:
     if arguments == ["alone"]:
         alone = 'from kvplug_testing import law\n\n@law("PIPE-1")\ndef test_alone(): ...\n'
@@ -154,7 +154,7 @@ def test_what_cannot_be_judged_or_reported_is_told_before_anything_runs(
         arguments = []
     done = package.judge(*arguments)
     assert done.returncode == 4
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 @pytest.mark.parametrize("named", [[], ["tests"]], ids=["no file", "a file"])

@@ -23,7 +23,7 @@ SUITES = [
 
 
 def rows(cls: type) -> Iterator[tuple[str, str, str]]:
-    """Of what the class itself says: its public attributes, and the methods that wait to be overridden."""
+    """The rows of the class itself: its public attributes, and the methods to override."""
     for name, annotation in vars(cls).get("__annotations__", {}).items():
         if name != "kind" and not name.startswith("_") and "ClassVar" in annotation:
             found: Any = getattr(cls, name)

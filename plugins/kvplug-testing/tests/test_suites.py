@@ -1,4 +1,4 @@
-"""What the command line names is judged as its author would have said."""
+"""What the command line names is judged as in a class of its author."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_options_of_what_is_judged_are_given_by_its_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "message"),
     [
         ("memory.eagr=false", "did you mean 'eager'"),
         ("memory.eager=perhaps", "options.memory.eager"),
@@ -43,8 +43,8 @@ def test_options_of_what_is_judged_are_given_by_its_name(name: str) -> None:
         ("cpu.lanes=2", "options of cpu were given, and no such thing is judged"),
     ],
 )
-def test_an_option_that_cannot_be_is_told_at_once(option: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_wrong_option_is_an_error_at_once(option: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         judged(option)
 
 

@@ -125,7 +125,7 @@ class _Joined:
 
 @breaks(Mutant, "STORE-1")
 class TestMixesPagesUp(MemoryStore):
-    """The pages of a request come in each other's places, as far as their keys say nothing else."""
+    """The pages of a request come in each other's places, if their keys allow it."""
 
     def _get(self, pages: Any, timeout: Any) -> GetJob:
         job = super()._get(pages, timeout)
@@ -222,7 +222,7 @@ class TestCopiesAfterTheEnd(Mutant):
 
 @breaks(Mutant, "STORE-3")
 class TestMakesNoProgress(MemoryStore):
-    """What arrives is not told before all is there."""
+    """Progress is not reported before all pages have arrived."""
 
     def _get(self, pages: Any, timeout: Any) -> Any:
         inner = super()._get(pages, timeout)
@@ -350,7 +350,7 @@ class TestTouchesNothing(MemoryStore):
 
 @breaks(Mutant, "STORE-6")
 class TestWhatIsTooLargeFindsNoRoom(PagePlace):
-    """A page that can never be kept is told like one that cannot be kept now."""
+    """A page that can never be kept has the reason of one that cannot be kept now."""
 
     def keep(self, key: bytes, page: bytes) -> bool:
         return len(page) <= self.budget_bytes and super().keep(key, page)
@@ -397,7 +397,7 @@ class TestRaisesWhatItsLibraryRaises(Mutant):
 
 @breaks(Mutant, "STORE-1")
 class TestPromisesWhatIsNotThere(MemoryStore):
-    """A lookup answers from an index that does not learn of what was lost."""
+    """A lookup answers from an index from which lost pages are not removed."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
@@ -463,7 +463,7 @@ class TestAPutBringsBackWhatWasRemoved(MemoryStore):
 
 @breaks(Mutant, "STORE-9")
 class TestForgetsMoreThanItIsAsked(PagePlace):
-    """A removal forgets every page."""
+    """A removal removes every page."""
 
     def remove(self, keys: Sequence[bytes]) -> None:
         super().remove(list(self.pages))
@@ -488,18 +488,18 @@ class TestCountsPutsAsPages(PagePlace):
 
 
 class Silent(PagePlace):
-    """Events of some kinds are not told."""
+    """Events of some kinds are not published."""
 
     leaves_out: Callable[[Any], bool] = lambda self, event: False
 
-    def _tell(self, event: Any) -> None:
+    def _publish(self, event: Any) -> None:
         if not self.leaves_out(event):
-            super()._tell(event)
+            super()._publish(event)
 
 
 @breaks(Mutant, "STORE-10")
 class TestTellsOfNoDeclaredPages(Silent):
-    """Listeners hear of pages when they are there."""
+    """Listeners get no events of declared pages."""
 
     leaves_out = lambda self, event: hasattr(event, "for_s")  # noqa: E731
 

@@ -97,8 +97,8 @@ class Contract:
     """Tests that the subject cannot pass yet, each with the reason: names with parameters, or without for
     all of them."""
     one_host: ClassVar[str] = ""
-    """Why its ends cannot be on two hosts here although the transport claims `cross_host`: an option, say.
-    That claim is not judged then, and the scorecard has this reason."""
+    """Why its ends cannot be on two hosts here although the transport claims `cross_host`, such as an
+    option. That claim is not judged then, and the scorecard has this reason."""
 
     _stack: ExitStack
 
@@ -123,9 +123,9 @@ class Contract:
             if reason := getattr(self, each):
                 pytest.skip(reason)
         if "_processes" in needs or "another_host" in needs or self.ends_are_processes:
-            self._have_a_server(request.node)
+            self._start_server(request.node)
         if "another_host" in needs:
-            self._have_hosts(request.node)
+            self._make_hosts(request.node)
         _registry()  # before the check for leaks: plugins may load what stays
         self.warm_up()
         with peers.nothing_left(self.settle_s), ExitStack() as self._stack:
@@ -134,7 +134,7 @@ class Contract:
                 self._stack.close()
                 self._stack = self._stack.outer
 
-    def _have_a_server(self, node: pytest.Item) -> None:
+    def _start_server(self, node: pytest.Item) -> None:
         """Start a fork server before the first check for leaks."""
         if not self.other_and_forked_processes:
             prepare, base = f"{__name__}:_prepare", session_server(node.session)
@@ -153,7 +153,7 @@ class Contract:
         return self.suite_ref()["source"].rpartition(":")[0], self.transport, type(self).import_all
 
     def warm_up(self) -> None:
-        """Make what a process makes once and keeps, before "nothing left" looks first: threads of torch.
+        """Make what a process makes once and keeps, such as threads of torch, before leaks are searched.
 
         Override it for a library that makes more, and call this one as well.
         """
@@ -214,7 +214,7 @@ class Contract:
         """Two hosts, for tests whose ``needs`` ends in ``another_host``."""
         return _hosts[self.server_key]
 
-    def _have_hosts(self, node: pytest.Item) -> None:
+    def _make_hosts(self, node: pytest.Item) -> None:
         """Make two hosts of the fork server, or skip the test."""
         try:
             self._keep(node, _hosts, lambda: HostPair(_servers[self.server_key]))
@@ -232,13 +232,13 @@ class Contract:
         """The spec, for code that requires one.
 
         Raises:
-            pytest.fail.Exception: no :attr:`transport` is named. It says to name one, or to override the
-                method ``override``.
+            pytest.fail.Exception: no :attr:`transport` is named. The message names the attribute to set,
+                and the method to override.
         """
         if self.spec is None:
             or_else = f", or override `{override}`" if override else ""
             pytest.fail(
-                f"{self.called} does not say what it judges: set `{self._named_by}` to the name of an"
+                f"{self.called} has no subject: set `{self._named_by}` to the name of an"
                 f" installed {self.kind.replace('_', ' ')}{or_else}",
                 pytrace=False,
             )
@@ -305,7 +305,7 @@ class Contract:
     def another_host(self) -> str:
         """The reason to skip a test, for ``needs``."""
         if self.spec is None:
-            return f"cross_host is not judged: {self.called} does not say whose claim it is (transport)"
+            return f"cross_host is not judged: {self.called} names no transport that claims it (transport)"
         if not getattr(getattr(self.spec, "capabilities", None), "cross_host", False):
             return f"{self.called} does not claim cross_host"
         reason = self.one_host or self.other_and_forked_processes

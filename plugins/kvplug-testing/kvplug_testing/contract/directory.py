@@ -57,13 +57,13 @@ class DirectoryContract(Contract):
     lease_s: ClassVar[float] = 2.0
     """A lease that the service takes as it is given."""
     late_s: ClassVar[float] = 2.0
-    """How long after the end of its lease an entry may still be seen, besides."""
+    """How long after the end of its lease an entry may still be seen."""
     timeout_s: ClassVar[float] = 1.0
     """The context's ``timeout_s``."""
 
     def url(self) -> str:
         """A URL at which nothing is announced yet."""
-        pytest.fail(f"{self.called} does not say where it is judged: override `url`", pytrace=False)
+        pytest.fail(f"{self.called} has no URL: override `url`", pytrace=False)
 
     def stop(self) -> Callable[[], object]:
         """Stop the service that the test's URL names, as SIGSTOP does; returns what lets it go on. Skips the
@@ -167,7 +167,7 @@ class DirectoryContract(Contract):
         waits.until(lambda: waits.Call(mine.entries).end().error is None, 10, "an answer after the stop")
 
     @law("DIR-3")
-    def test_making_one_does_not_wait_for_the_service(self) -> None:
+    def test_making_a_directory_does_not_wait_for_the_service(self) -> None:
         url = self.url()
         with contextlib.ExitStack() as stopped:
             stopped.callback(self.stop())
@@ -176,7 +176,7 @@ class DirectoryContract(Contract):
             assert time.monotonic() - began < _PROMPT_S
 
     @law("DIR-4")
-    def test_an_address_that_is_none_is_refused_when_one_is_made(self) -> None:
+    def test_an_invalid_address_is_refused_when_a_directory_is_made(self) -> None:
         wrong = re.sub(r"^([a-z0-9-]+://[^/]*):\d+", r"\1:99999", self.url())
         if ":99999" not in wrong:
             pytest.skip("the URL has no port")

@@ -1,8 +1,8 @@
 """The ends of what is judged, here and in other processes, as the general laws see them.
 
-A kind says in one :class:`Ends` how connected ends are made, and in an :class:`End` what can be called of
-each. :mod:`kvplug_testing.contract.general` judges the laws that hold for everything with an end from no more
-than that. A method of an end runs in the process where the end is; a :class:`Handle` calls it from the test.
+A kind defines in one :class:`Ends` how connected ends are made, and in an :class:`End` which calls each has.
+:mod:`kvplug_testing.contract.general` judges with these the laws that hold for everything with an end. A
+method of an end runs in the process where the end is; a :class:`Handle` calls it from the test.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class End:
         return [*self.blocking()]
 
     def idles(self) -> str:
-        """One of them that blocks though the other end makes its own such call; empty: there is none."""
+        """One of them that blocks though the other end makes its own such call; empty if there is none."""
         return next(iter(self.unclogged()), "")
 
     def doomed(self) -> Sequence[str]:
@@ -108,7 +108,7 @@ class End:
         return {**self.blocking(), **self.calls(), "close": self.close}
 
     def close(self, timeout: float | None) -> None:
-        """End it as the law says of ``close``."""
+        """End it politely, by a deadline (law ALL-1)."""
         self.thing.close(timeout)
 
     def abort(self) -> None:
@@ -116,7 +116,7 @@ class End:
         self.thing.abort()
 
     def closed(self) -> bool | None:
-        """Whether this end was ended; ``None`` if it cannot be asked."""
+        """Whether this end was ended; ``None`` if it does not report that."""
         return bool(self.thing.closed)
 
     def exchange(self, content: Any, timeout: float | None) -> Any:
@@ -196,7 +196,9 @@ class End:
         """The calls that do not raise ``ClosedError``; empty if all do."""
         calls = _with(timeout, self.calls()) | {**self.untimed()}
         wrong = self._unlike(calls, lambda kinds: "ClosedError" in kinds)
-        return wrong or ("" if self.closed() is not False else f"{self.role} does not say that it is closed")
+        return wrong or (
+            "" if self.closed() is not False else f"{self.role} does not report that it is closed"
+        )
 
     def wrong_timeouts(self, timeout: Any) -> str:
         """The calls that do not refuse such a timeout with a ``ValueError``, which blames neither themselves
@@ -235,7 +237,7 @@ class End:
 
     def is_still_open(self) -> None:
         """Only the other end has ended."""
-        assert not self.closed(), f"{self.role}: it says that it was closed here"
+        assert not self.closed(), f"{self.role}: it reports that it was closed at this end"
 
     def work(self, first: int = 0) -> int:
         """Take part in exchanges without end. Raises the error that ends it."""
@@ -313,20 +315,20 @@ class Ends(abc.ABC):
     roles: ClassVar[Sequence[str]]
     """The ends of one connection."""
     breaks_by_timeout: ClassVar[bool] = False
-    """Whether a call that has timed out leaves the end broken, and all later calls say so."""
+    """Whether a call that has timed out leaves the end broken, so that all later calls raise."""
     has_heartbeat: ClassVar[bool] = False
-    """Whether the context's ``heartbeat_timeout_s`` says when silence of another host counts as its death."""
+    """Whether ``heartbeat_timeout_s`` of the context limits how long another host may be silent."""
     keeps_offer: ClassVar[bool] = True
     """Whether the same offer can be met after :meth:`accept` or :meth:`connect` has failed."""
     may_break: ClassVar[Sequence[str]] = ("exchange",)
     """The steps that may leave the object broken where something has run out. By default it must go on."""
     unlimited: ClassVar[int] = 1
-    """How many of the first steps make what is not judged where something runs out: see
+    """How many of the first steps of an attempt run without a limit: see
     :class:`.exhaustion.Attempt`."""
     num_exchanges: ClassVar[int] = 1
     """How many exchanges there are until each size of messages has had its turn."""
     gives_results: ClassVar[bool] = False
-    """Whether what could not be had is a result, which names no resource, and may come again for a while."""
+    """Whether a shortage is a result instead of an error. It names no resource, and may recur for a while."""
 
     def __init__(self, suite: Any, context: Mapping[str, Any]) -> None:
         """``context``: what differs from the suite's defaults, ``timeout_s`` or ``heartbeat_timeout_s``."""
@@ -553,7 +555,7 @@ class RemoteHandle(Handle):
         return self._outcome(0, waits.patience_s + 10).result()
 
     def leave(self, way: str) -> None:
-        """Let its program leave after one of :data:`LEAVES`, and check that it does so as law ALL-8 says."""
+        """Let its program leave after one of :data:`LEAVES`, and check law ALL-8."""
         self.child.send(["leave", way, []])
         assert self.child.recv() == "leaves"
         try:

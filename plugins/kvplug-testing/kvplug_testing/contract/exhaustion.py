@@ -48,25 +48,25 @@ _LAST_WORDS: Final = 4000
 """Characters of the child's log that a failure shows."""
 CHILD_S: Final = 240.0
 _SLACK_S: Final = 10.0
-"""How much longer calls may take in all than their timeouts say."""
+"""How much longer than their timeouts calls may take together."""
 _WORKERS: Final = 4
 _AGAIN_S: Final = 0.05
 _TRY_S: Final = 1.0
 
 
 class ResultError(KvplugError):
-    """A call says by a result, and not by an error, that something could not be had."""
+    """A call reports a shortage by its result, and not by an error."""
 
 
 class EndedError(ResultError):
-    """A call says by a result that the object has ended for good."""
+    """A call reports by its result that the object has ended for good."""
 
 
 class Exhaustion(Contract):
     """The test of law ALL-9, for everything with ends."""
 
     def ends(self, **context: Any) -> Ends:
-        """What the tests know of the kind, for one connection."""
+        """How the tests make and use the ends of one connection."""
         raise NotImplementedError
 
     @property
@@ -123,8 +123,8 @@ def _faults(suite: Any, limit: Limit) -> list[str]:
 
 
 def _judge(suite: Any, limit: Limit, step: int, number: int) -> tuple[bool, list[str]]:
-    """Begin the limit at that step, where ``number`` more can be had. Returns whether anything was refused,
-    and what is wrong.
+    """Begin the limit at that step, with ``number`` more available. Returns whether anything was refused, and
+    what is wrong.
     """
     before, mapped = peers.Resources.of(), shared_mappings()
     failure, again = _try(suite, limit, step, number, SHORT_S)
@@ -133,7 +133,7 @@ def _judge(suite: Any, limit: Limit, step: int, number: int) -> tuple[bool, list
     faults = []
     if failure is not None:
         if "foreign" in failure.kinds:
-            faults.append(f"it raised what is no error of kvplug: {failure.what}")
+            faults.append(f"it raised an error that is not kvplug's: {failure.what}")
         elif not (failure.kinds <= {"result", "ended"} or failure.names & limit.resources):
             faults.append(f"no error named what ran out: {failure.what}")
     if again is not None:
@@ -155,7 +155,7 @@ def _try(
             failure = attempt.run(step, _CHECK)
         attempt.timeout_s = LONG_S
         again = attempt.run(_CHECK if failure is None else _STEPS.index(failure.step))
-        # A thread of the object may have met the shortage: then only the next call can say so.
+        # A thread of the object may have met the shortage: then only the next call can report it.
         if again is None or not (failure and attempt.may_break(failure.step) and again.excuses):
             return failure, again
     return failure, _whole(suite)
@@ -181,14 +181,14 @@ class _Failure:
     @classmethod
     def of(cls, step: str, error: Exception) -> Self:
         errors = _each(error)
-        said = "; ".join(f"{type(each).__name__}: {each}" for each in errors)
+        text = "; ".join(f"{type(each).__name__}: {each}" for each in errors)
         named = (each.resource for each in errors if isinstance(each, ResourceExhaustedError))
-        return cls(step, f"{step}: {said}"[:2000], frozenset(map(_kind, errors)), frozenset(named))
+        return cls(step, f"{step}: {text}"[:2000], frozenset(map(_kind, errors)), frozenset(named))
 
     @property
     def excuses(self) -> bool:
-        """Whether they say that the object has ended, for which nothing else is a reason, or name what ran
-        out earlier.
+        """Whether they report that the object has ended, which only the shortage explains, or name what
+        ran out earlier.
         """
         others = ({"late"}, {"result"}, {"result", "ended"})
         return bool(self.names) or not (self.kinds in others or {"named", "foreign"} & self.kinds)
@@ -271,8 +271,8 @@ class Attempt:
         return None
 
     def may_break(self, step: str) -> bool:
-        """Whether its law lets the object be broken after that step has raised; it says so in the next try.
-        Then a new one must work.
+        """Whether the law allows that the object is broken after that step has raised. The next try reports
+        that, and then a new object must work.
         """
         return step in self._kind.may_break
 

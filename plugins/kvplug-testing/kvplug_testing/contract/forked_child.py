@@ -11,7 +11,7 @@ from collections.abc import Callable
 from kvplug_testing import peers, waits
 from kvplug_testing.resources import mapped
 
-_SAID = "kvplug-forked-child"
+_ANSWER = "kvplug-forked-child"
 """Name of the memory in which a child returns a value."""
 _SHARED = ("/memfd:", "/dev/shm/", "/dev/zero")  # noqa: S108 - where Linux has it
 """How the names of shared memory begin; the kernel maps rings of its own, too."""
@@ -19,7 +19,7 @@ _SHARED = ("/memfd:", "/dev/shm/", "/dev/zero")  # noqa: S108 - where Linux has 
 
 def in_forked_child(call: Callable[[], str]) -> str:
     """What ``call()`` returns in a forked child of this process, or a description of the error there."""
-    said = os.memfd_create(_SAID)
+    memory = os.memfd_create(_ANSWER)
     with warnings.catch_warnings():
         # Python 3.12 warns of forks in processes with threads; this test needs them.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -27,12 +27,12 @@ def in_forked_child(call: Callable[[], str]) -> str:
     if pid == 0:
         try:
             peers.die_with_parent()
-            os.write(said, call().encode())
+            os.write(memory, call().encode())
         except BaseException as e:
-            os.write(said, f"it raised {e!r}".encode())
+            os.write(memory, f"it raised {e!r}".encode())
         finally:
             os._exit(0)
-    with open(said, encoding="utf-8") as answer:
+    with open(memory, encoding="utf-8") as answer:
         pidfd = os.pidfd_open(pid)
         has_ended = peers.is_readable(pidfd, waits.patience_s)
         os.close(pidfd)
@@ -47,7 +47,7 @@ def in_forked_child(call: Callable[[], str]) -> str:
 
 def held() -> str:
     """The descriptors of this process, and the shared memory that it has mapped."""
-    descriptors = sorted(each for each in peers.Resources.of().descriptors if _SAID not in each)
+    descriptors = sorted(each for each in peers.Resources.of().descriptors if _ANSWER not in each)
     shared = [f"{name} is mapped" for name in sorted(shared_mappings()) if name.startswith(_SHARED)]
     return "\n".join([*descriptors, *shared])
 

@@ -107,7 +107,7 @@ class General(LiedTo, Exhaustion):
         return found
 
     def exchange(self, ends: Sequence[Handle], number: int = 0) -> None:
-        """One exchange, of which every end checks what it receives."""
+        """Run one exchange. Every end checks what it receives."""
         parts = [end.begin("part", number, waits.patience_s) for end in self._partners(ends)]
         for part in parts:
             part.result()
@@ -128,7 +128,7 @@ class General(LiedTo, Exhaustion):
         return range(len(self.ends().roles))
 
     def _facts(self) -> list[Handle]:
-        """Ends that have ended, for what they have said of themselves."""
+        """Ends that have ended, for their descriptions."""
         with self.scope():
             return self.connected()
 
@@ -210,7 +210,7 @@ class General(LiedTo, Exhaustion):
 
     @law("ALL-2")
     @pytest.mark.parametrize("how", HOW)
-    def test_when_the_other_end_ends_calls_that_are_blocked_and_later_ones_say_so(self, how: str) -> None:
+    def test_blocked_and_later_calls_fail_when_the_other_end_ends(self, how: str) -> None:
         calls = [
             (at, name)
             for at, end in enumerate(self._facts())
@@ -233,8 +233,10 @@ class General(LiedTo, Exhaustion):
                 assert not (wrong := end.run("not_closed")), wrong
 
     @law("ALL-2", needs="other_processes")
-    def test_when_the_other_process_ends_calls_that_are_blocked_and_later_ones_say_so(self) -> None:
-        """Each end that is to say so, without a call and with the first and the last that need the other."""
+    def test_blocked_and_later_calls_fail_when_the_other_process_ends(self) -> None:
+        """Every end that has to fail: without a blocked call, and in the first and last that need the other
+        end.
+        """
         partners = enumerate(self._partners(self._facts()))
         cases = [
             (role, at, name)
@@ -278,7 +280,7 @@ class General(LiedTo, Exhaustion):
             dies.child.kill()
 
     @law("ALL-2", "ALL-5", needs="other_processes", level="long")
-    def test_when_a_process_is_killed_at_work_all_ends_say_so_and_nothing_comes_in_part(self) -> None:
+    def test_when_a_process_is_killed_at_work_all_ends_fail_and_no_message_arrives_in_part(self) -> None:
         self._some_need_another()
         for ends, dies in self.each_process():
             working = [(end, end.begin("work", 2)) for end in self.others(ends, dies)]
@@ -290,17 +292,17 @@ class General(LiedTo, Exhaustion):
                     call.raised(end.gone)
 
     @law("ALL-2", needs="another_host")
-    def test_when_a_process_on_another_host_is_killed_calls_that_are_blocked_and_later_ones_say_so(
+    def test_blocked_and_later_calls_fail_when_a_process_on_another_host_is_killed(
         self,
     ) -> None:
         self._some_need_another()
         for role in self._roles:
             with self.scope():
                 ends = self.between_hosts()
-                self._all_say_so([end for end in ends if end is not ends[role]], ends[role].child.kill)  # type: ignore[attr-defined]
+                self._all_fail([end for end in ends if end is not ends[role]], ends[role].child.kill)  # type: ignore[attr-defined]
 
-    def _all_say_so(self, ends: Sequence[Handle], kill: Callable[[], object]) -> None:
-        """These ends have a blocked call, and say so after ``kill``, if they ever do."""
+    def _all_fail(self, ends: Sequence[Handle], kill: Callable[[], object]) -> None:
+        """Each of these ends has a blocked call, which fails after ``kill`` if it needs the other end."""
         waiting = {}
         for end in ends:
             end.run("clog")
@@ -339,7 +341,7 @@ class General(LiedTo, Exhaustion):
         time.sleep(2 * SILENCE_S)
         self.exchange(ends, 1)
         with ExitStack() as stack:
-            self._all_say_so(ends, lambda: stack.enter_context(self.hosts().apart()))
+            self._all_fail(ends, lambda: stack.enter_context(self.hosts().apart()))
 
     @property
     def heartbeat(self) -> str:
@@ -351,11 +353,13 @@ class General(LiedTo, Exhaustion):
 
     @law("ALL-4")
     @pytest.mark.parametrize("timeout", [0, DEADLINE_S])
-    def test_a_call_that_waits_in_vain_ends_at_its_deadline_and_says_what_for(self, timeout: float) -> None:
+    def test_a_call_that_waits_in_vain_ends_at_its_deadline_and_names_what_it_waited_for(
+        self, timeout: float
+    ) -> None:
         self._time_out(timeout, timeout)
 
     @law("ALL-4")
-    def test_where_nothing_is_said_the_contexts_timeout_counts(self) -> None:
+    def test_a_call_without_a_timeout_uses_that_of_the_context(self) -> None:
         self._time_out(None, DEADLINE_S, timeout_s=DEADLINE_S)
 
     def _time_out(self, given: float | None, timeout: float, **context: Any) -> None:
@@ -376,11 +380,11 @@ class General(LiedTo, Exhaustion):
         found = end.begin("wait", name, *(() if given is None else (given,))).raised(TimeoutError)
         took = f"{name} gave up after {found.took_s:.3f} s of {timeout}"
         assert found.took_s >= timeout - _EARLY_S, took
-        wrong = f"{name} does not say what it waited for: {found.text!r}"
+        wrong = f"{name} does not name what it waited for: {found.text!r}"
         assert len(found.text) > 10 and end.facts["awaits"] in found.text, wrong
 
     @law("ALL-4")
-    def test_none_waits_on_whatever_the_context_says(self) -> None:
+    def test_timeout_none_waits_longer_than_the_timeout_of_the_context(self) -> None:
         for _, end, name in self.each_blocking_call(timeout_s=DEADLINE_S):
             end.begin("wait", name, None).check_blocked(1.5 * DEADLINE_S)
 
@@ -408,7 +412,7 @@ class General(LiedTo, Exhaustion):
             self.go_on(ends, clogged)
 
     @law("ALL-4")
-    def test_a_call_that_waits_costs_next_to_no_processor_time(self) -> None:
+    def test_a_call_that_waits_uses_hardly_any_processor_time(self) -> None:
         ends = self.connected()
         idle = [end for end in ends if end.facts["idles"]]
         for end in idle:
@@ -441,7 +445,9 @@ class General(LiedTo, Exhaustion):
                     each.result()
 
     @law("ALL-5", needs="other_and_forked_processes", level="long", timeout_s=120)
-    def test_an_interrupt_of_a_blocked_call_leaves_an_end_that_works_or_says_that_it_is_broken(self) -> None:
+    def test_an_interrupt_of_a_blocked_call_leaves_an_end_that_works_or_reports_that_it_is_broken(
+        self,
+    ) -> None:
         if not any(end.facts["unclogged"] for end in self._partners(self._facts())):
             pytest.skip(f"no call of {self.called} waits for another end")
         for found, there in self.each_process():
@@ -551,9 +557,9 @@ class General(LiedTo, Exhaustion):
         """Run the rounds, and check that nothing grows after the first few, here and in the processes of the
         ends.
 
-        Growth in one span of that many rounds is none yet: a module that is imported meanwhile, or a block
-        that is taken once, is no leak. With several ``spans`` growth is allowed in fewer than half of them:
-        memory that was freed earlier can hide a leak for a while.
+        Growth in a single span of rounds does not count: a module may be imported meanwhile, or a block be
+        taken once. With several ``spans``, growth is allowed in fewer than half of them: memory that was
+        freed earlier can hide a leak for a while.
         """
         logging.disable(logging.CRITICAL)  # pytest keeps what is logged
         self.later(lambda: logging.disable(logging.NOTSET))

@@ -68,20 +68,22 @@ class LiedTo(Contract):
         return True
 
     @law("ALL-10", needs="lied_to_processes", timeout_s=300, level="long")
-    def test_whatever_the_other_end_says_each_call_ends_in_time_in_what_was_asked_for(self) -> None:
+    def test_whatever_the_other_end_sends_each_call_ends_in_time_with_a_valid_result_or_an_error(
+        self,
+    ) -> None:
         child = self.start_forked(_RUN, self.suite_ref(), self.lies, timeout_s=_LIFE_S)
-        said = "nothing was changed"
+        change = "nothing was changed"
         while True:
             try:
                 answer = child.recv(4 * waits.patience_s + 8 * SLACK_S)
             except peers.ChildError:
                 raise
             except KvplugError as e:
-                raise AssertionError(f"{said}, and then the process ended: {e}") from e
+                raise AssertionError(f"{change}, and then the process ended: {e}") from e
             if answer is None:
                 break
-            said, breaches, not_judged = answer
-            assert not breaches, f"{said}, and then: {'; '.join(breaches)}"
+            change, breaches, not_judged = answer
+            assert not breaches, f"{change}, and then: {'; '.join(breaches)}"
             if not_judged:
                 pytest.skip(f"not judged: {not_judged}")
         child.result(2 * waits.patience_s + 3 * SLACK_S)
@@ -124,7 +126,7 @@ def run_conversations(parent: peers.Parent, suite_ref: dict[str, Any], count: in
         def hold(*change: Any) -> _Conversation:
             held = _Conversation(suite, *change)
             held.hold()
-            parent.send([held.said, held.breaches + faults.taken(), held.not_judged])
+            parent.send([held.change, held.breaches + faults.taken(), held.not_judged])
             return held
 
         true = hold()
@@ -150,7 +152,7 @@ class _Conversation:
         self._rng = rng
         self._is_true = edit is None and rng is None
         self._within = waits.patience_s if self._is_true else suite._lied_to_s
-        self.said = "nothing was changed" if edit is None else str(edit)
+        self.change = "nothing was changed" if edit is None else str(edit)
         self.breaches: list[str] = []
         self.not_judged = ""
         self.recording: Recording = {}
@@ -178,7 +180,7 @@ class _Conversation:
             if memory.can_shrink():
                 self.breaches.append("the peer can shrink memory: seal it (F_SEAL_SHRINK)")
             if self._rng is not None and memory:
-                self.said = memory.tamper(self._rng)
+                self.change = memory.tamper(self._rng)
 
     def _exchange(self, numbers: Sequence[int], end: End) -> None:
         for number in numbers:
@@ -211,9 +213,9 @@ class _Conversation:
         """Return how an outcome breaks the law; empty if it does not."""
         if not outcome.kinds:
             return ""
-        said = f"{what} {outcome}"
+        text = f"{what} {outcome}"
         if UnlikeError.__name__ in outcome.kinds:  # of what was not changed, only the end may be missing
-            return said if self._is_true or (self._edit is not None and self._edit.cuts) else ""
+            return text if self._is_true or (self._edit is not None and self._edit.cuts) else ""
         if KvplugError.__name__ not in outcome.kinds or (self._is_true and what.startswith("exchange")):
-            return said
-        return "" if is_printable(outcome.text) else f"{said!r}, with control characters of the peer's"
+            return text
+        return "" if is_printable(outcome.text) else f"{text!r}, with control characters of the peer's"

@@ -113,10 +113,10 @@ def _made(registry: Registry, kind: Kind, name: str, options: Mapping[str, str])
     """
     spec: Any = registry.get(kind, name)
     suite = suite_of(kind)
-    said: dict[str, Any] = {"transport": name, "options": options, "made_from": _SUITES[kind]}
+    attributes: dict[str, Any] = {"transport": name, "options": options, "made_from": _SUITES[kind]}
     if suite.across_processes:
-        said["across_processes"] = kind not in TRANSPORTS or not spec.for_tests
-    made = type(_called(name, suite), (suite,), said)
+        attributes["across_processes"] = kind not in TRANSPORTS or not spec.for_tests
+    made = type(_called(name, suite), (suite,), attributes)
     if options:
         cls, place = spec.load_options(), getattr(suite, "place_option", "")  # which each test sets
         is_known = cls is not None and place not in options and place in option_fields(cls)

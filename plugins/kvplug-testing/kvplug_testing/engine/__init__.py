@@ -1,6 +1,6 @@
 """A fake engine without a model: a paged cache, and the calls that a real engine makes to its connector.
 
-:class:`FakeEngine` makes them one step at a time, as a test says. :class:`Schedule` makes random valid calls,
+:class:`FakeEngine` makes them step by step, as a test calls it. :class:`Schedule` makes random valid calls,
 and checks the connector's promises after each step.
 """
 

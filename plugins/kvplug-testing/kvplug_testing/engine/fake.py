@@ -131,8 +131,8 @@ class FakeEngine:
     def begin(self) -> None:
         """Make the calls at start."""
         self.worker.register_kv_caches(self.kv_caches)
-        said = roundtrip(self.worker.get_handshake_metadata(), "what get_handshake_metadata returned")
-        self.scheduler.set_xfer_handshake_metadata({} if said is None else {0: said})
+        handshake = roundtrip(self.worker.get_handshake_metadata(), "what get_handshake_metadata returned")
+        self.scheduler.set_xfer_handshake_metadata({} if handshake is None else {0: handshake})
 
     def __enter__(self) -> FakeEngine:
         return self
@@ -163,7 +163,7 @@ class FakeEngine:
         count = -(-num_tokens // self.block_size)
         blocks, self.free_blocks = self.free_blocks[:count], self.free_blocks[count:]
         if len(blocks) < count:
-            raise ValueError(f"{count} blocks are wanted, and there are {len(blocks)}: give the fake more")
+            raise ValueError(f"{count} blocks are needed, and {len(blocks)} are free: raise num_blocks")
         return tuple(blocks)
 
     def admit(self, request: Request) -> tuple[int, ...]:
@@ -187,7 +187,9 @@ class FakeEngine:
             found, is_async = self.scheduler.get_num_new_matched_tokens(request, num_computed)
             if found is not None:
                 return found, is_async
-            assert time.monotonic() < limit, f"get_num_new_matched_tokens says 'not yet' for {PATIENCE_S} s"
+            assert time.monotonic() < limit, (
+                f"get_num_new_matched_tokens has returned 'not yet' for {PATIENCE_S} s"
+            )
             time.sleep(0.0005)
 
     def finish(
@@ -290,12 +292,12 @@ class FakeEngine:
         if stats is not None:
             self._stats.merge(stats)
         list(worker.take_events())
-        said = roundtrip(worker.build_worker_metadata(), "what build_worker_metadata returned")
+        metadata = roundtrip(worker.build_worker_metadata(), "what build_worker_metadata returned")
         return WorkerOutput(
             finished_sending=frozenset(sending),
             finished_recving=frozenset(receiving),
             invalid_block_ids=frozenset(invalid),
-            worker_metadata=() if said is None else (said,),
+            worker_metadata=() if metadata is None else (metadata,),
             stats=stats,
         )
 
@@ -375,7 +377,7 @@ def roundtrip(value: Any, what: str) -> Any:
     """The value as the other side of a connector receives it: in an engine that is another process.
 
     Raises:
-        AssertionError: a part is not :data:`kvplug.engine.connector.values.Plain`; the message says which.
+        AssertionError: a part is not :data:`kvplug.engine.connector.values.Plain`; the message names it.
     """
     _check(value, what)
     return decode(encode(value, limits=_LIMITS), limits=_LIMITS)

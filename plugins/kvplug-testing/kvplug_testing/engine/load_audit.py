@@ -22,7 +22,7 @@ class Load:
     invalid: set[int] = attrs.field(factory=set)
     """Its blocks that were reported as invalid."""
     has_ended: bool = False
-    """Whether a worker side's report says so; its engine may not have heard of that."""
+    """Whether a report of the worker side names its end. The scheduler side may not have it yet."""
     is_checked: bool = True
     """Whether its content can be checked: its request has not ended."""
 
@@ -33,7 +33,7 @@ class LoadAudit:
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
         self.loads: dict[str, Load] = {}
-        """Loads by request, until the engine has heard of their end."""
+        """Loads by request, until the scheduler side has the report of their end."""
         self.must_arrive = True
         """Whether nothing has happened that could make a load fail."""
         self.num_loaded = 0
@@ -46,9 +46,11 @@ class LoadAudit:
         total, end = len(request.token_ids), num_computed + (found or 0)
         if found is None or (found == 0 and not is_async):
             return
-        said = f"{found} tokens beyond {num_computed} are promised to {request.request_id}, of {total}"
-        assert found > 0, f"{said}, in the background: {is_async}"
-        assert end == total or (end < total and end % self._cache.block_size == 0), f"{said}: no whole blocks"
+        promised = f"{found} tokens beyond {num_computed} are promised to {request.request_id}, of {total}"
+        assert found > 0, f"{promised}, in the background: {is_async}"
+        assert end == total or (end < total and end % self._cache.block_size == 0), (
+            f"{promised}: no whole blocks"
+        )
 
     def plan(self, step: int) -> bool:
         """Assign the loads begun since the last plan to this step. Returns whether it must wait for one."""
@@ -61,7 +63,7 @@ class LoadAudit:
         """Check the loads that have ended with an executed step: every block is right or was reported.
 
         Raises:
-            AssertionError: one is neither; the message says which.
+            AssertionError: one is neither; the message names it.
         """
         for name, load in [*self.loads.items()]:
             if load.has_ended or not 0 < load.step <= step:
@@ -76,8 +78,10 @@ class LoadAudit:
     def _check(self, load: Load, step: int) -> None:
         who = f"request {load.request.request_id}, tokens {load.start} to {load.end}"
         wrong = self._cache.wrong_blocks(load.request.token_ids, load.blocks, load.start, load.end)
-        unsaid = sorted(wrong - load.invalid)
-        assert not unsaid, f"step {step}: wrong KV was loaded into blocks {unsaid} ({who}), and not reported"
+        unreported = sorted(wrong - load.invalid)
+        assert not unreported, (
+            f"step {step}: wrong KV was loaded into blocks {unreported} ({who}), and not reported"
+        )
         if load.invalid:
             self.num_failed += 1
             assert not self.must_arrive, f"step {step}: what was promised did not come ({who})"

@@ -68,7 +68,7 @@ class Schedule:
         self._blank: set[int] = set()
         self._freed = dict.fromkeys(fake.free_blocks, 0)
         """Free blocks, each with the step after which they may be overwritten: the last one planned before
-        they were freed, or the one that tells the worker side that their request was preempted.
+        they were freed, or the one that reports the preemption of their request to the worker side.
         """
         self._to_preempt: list[Running] = []
 
@@ -110,7 +110,7 @@ class Schedule:
         in_flight = len(self._planned) + len(self._reports)
         waiting = [each for each in self._in(State.WAITING) if each not in self._to_preempt]
         if self.coming:
-            moves.append((2, self._let_in))
+            moves.append((2, self._begin_request))
         if waiting:
             moves.append((3, lambda: self._admit(self.chance.choice(waiting))))
         if in_flight < self.depth and self._needs_steps:
@@ -118,16 +118,16 @@ class Schedule:
         if self._planned:
             moves.append((3, self._execute))
         if self._reports:
-            moves.append((2, self._hear))
+            moves.append((2, self._apply_report))
         if ending := [each for each in self.active if self._may_end(each)]:
             moves.append((2, lambda: self._end(self.chance.choice(ending))))
         weights, calls = zip(*moves, strict=True)
         chosen = self.chance.choices(calls, weights)[0]
         chosen()
-        if chosen in (self._execute, self._hear):
-            self._look()
+        if chosen in (self._execute, self._apply_report):
+            self._check_cache()
 
-    def _let_in(self) -> None:
+    def _begin_request(self) -> None:
         each = self.coming.popleft()
         self.active.append(each)
         self.fake.scheduler.on_new_request(each.request())
@@ -211,7 +211,7 @@ class Schedule:
         if not step.planned.scheduled:
             time.sleep(0.0002)  # lets background threads run
 
-    def _hear(self) -> None:
+    def _apply_report(self) -> None:
         step, report = self._reports.popleft()
         self._check_names(report)
         for name in report.finished_sending | report.finished_recving:
@@ -281,13 +281,14 @@ class Schedule:
         return [each for each in self._in(State.RUNNING) if not each.must_run]
 
     def _preempt(self, each: Running) -> None:
-        """Preempt the request: it loses its blocks and waits. The step being planned tells the connector.
+        """Preempt the request: it loses its blocks and waits. The step being planned reports
+        that to the connector.
 
         Until that one is executed the worker side may read the blocks: what overwrites them sooner, in steps
         that were planned before, spoils pages that are being saved.
         """
         load = self.audit.loads.get(each.name)
-        if load is not None and not load.step:  # no step knows of it
+        if load is not None and not load.step:  # no step includes it yet
             del self.audit.loads[each.name]
         self._release(each.blocks, self.fake.step_number + 1)
         each.blocks, each.state, each.must_run = (), State.WAITING, False
@@ -310,7 +311,7 @@ class Schedule:
     # -- checks --------------------------------------------------------------------------------
 
     def _check_names(self, report: WorkerOutput) -> None:
-        """Check that each request is named once, as sent or as received, and forget ended loads."""
+        """Check that each request is named once, as sent or as received, and drop loads that have ended."""
         sent, received = report.finished_sending, report.finished_recving
         assert not sent & received, f"{sorted(sent & received)} is named as sent and as received"
         loads = self.audit.loads
@@ -322,7 +323,7 @@ class Schedule:
         for name in received & loaded:
             del loads[name]
 
-    def _look(self) -> None:
+    def _check_cache(self) -> None:
         """Check that all computed KV is right, and that free blocks are unchanged."""
         for each in self._in(State.RUNNING):
             wrong = self.fake.cache.wrong_blocks(each.arrival.tokens, each.blocks, 0, each.num_right)

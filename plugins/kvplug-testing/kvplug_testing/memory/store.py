@@ -34,7 +34,7 @@ Listener: TypeAlias = Callable[[PageEvent], None]
 
 
 class PagePlace(BlockingStore):
-    """Whole pages by key, the least recently used first; who declared and who leased which; the events.
+    """Whole pages by key, the least recently used first; declarations and leases of each end; the events.
 
     Thread-safe. Listeners are called under the lock, so they get the events in order. A declared page whose
     time is over is noticed by the next lookup.
@@ -94,7 +94,7 @@ class PagePlace(BlockingStore):
             self.used_bytes += len(page)
             self._declared.pop(key, None)
             self._series.pop(key, None)
-            self._tell(self._log.stored(series_of(page), [key]))
+            self._publish(self._log.stored(series_of(page), [key]))
             return True
 
     def _make_room(self, nbytes: int) -> bool:
@@ -117,7 +117,7 @@ class PagePlace(BlockingStore):
             if page is not None:
                 self.used_bytes -= len(page)
                 self._leases.pop(key, None)
-                self._tell(self._log.removed(series_of(page), [key], reason))
+                self._publish(self._log.removed(series_of(page), [key], reason))
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Forget pages, and that they were declared."""
@@ -131,7 +131,7 @@ class PagePlace(BlockingStore):
             for kept in (self.pages, self._leases, self._declared, self._series):
                 kept.clear()
             self.used_bytes = 0
-            self._tell(self._log.cleared())
+            self._publish(self._log.cleared())
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with self.lock:
@@ -176,7 +176,7 @@ class PagePlace(BlockingStore):
                 self._declared.setdefault(key, {})[end] = time.monotonic() + for_s
                 self._series[key] = series
             if new:
-                self._tell(self._log.declared(series, new, for_s))
+                self._publish(self._log.declared(series, new, for_s))
 
     def withdraw(self, end: End, keys: Sequence[bytes]) -> None:
         """The end does not write these pages after all."""
@@ -194,11 +194,11 @@ class PagePlace(BlockingStore):
             ends = self._declared.get(key, {})
             if ends.pop(end, None) and not ends:
                 del self._declared[key]
-                self._tell(self._log.removed(self._series.pop(key), [key], reason))
+                self._publish(self._log.removed(self._series.pop(key), [key], reason))
 
     # -- events --------------------------------------------------------------------------------
 
-    def _tell(self, event: PageEvent) -> None:
+    def _publish(self, event: PageEvent) -> None:
         for listener in self._listeners:
             listener(event)
 

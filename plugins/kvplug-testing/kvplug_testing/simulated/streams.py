@@ -188,7 +188,7 @@ def choosing(seed: int) -> Iterator[None]:
 
 @contextmanager
 def stalled() -> Iterator[None]:
-    """While the block runs, the device does nothing: who waits for it waits until the block ends."""
+    """While the block runs, the device does nothing: a wait for it lasts until the block ends."""
     global _num_stalls
     with _changed:
         _num_stalls += 1

@@ -1,6 +1,6 @@
-"""Peers that have proved their identity and lie: what they say is changed on its way.
+"""Peers that have proved their identity and send false messages: a relay makes the messages false.
 
-- :mod:`~kvplug_testing.tampering.relay`: carries connections, records what is said, and changes it
-- :mod:`~kvplug_testing.tampering.lies`: changes of what is said: values, frames and bytes that cannot be true
-- :mod:`~kvplug_testing.tampering.victim`: the process that is lied to, and changes of memory that it shares
+- :mod:`~kvplug_testing.tampering.relay`: carries connections, records what is sent, and changes it
+- :mod:`~kvplug_testing.tampering.lies`: false values, frames and bytes in what is sent
+- :mod:`~kvplug_testing.tampering.victim`: the process that receives them, and changes of shared memory
 """

@@ -1,7 +1,7 @@
-"""Changes of what a peer says, made from a recording of it: values, frames, bytes that cannot be true. Pure.
+"""Changes of what a peer sends, made from a recording of it: values, frames, bytes that cannot be true. Pure.
 
 A lie differs from the truth in one place, so that everything around it passes its checks. A stream is what
-one end says on one connection, after both have proved themselves. Positions count its bytes.
+one end sends on one connection, after both have proved themselves. Positions count its bytes.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def with_value(frame: bytes, change: Callable[[Any], Any]) -> bytes:
     """The frame with another value in it, or in its tensor.
 
     Raises:
-        KvplugError: there is none, or the other one cannot be encoded.
+        KvplugError: the frame has no value, or the new value cannot be encoded.
     """
     header = decode_header(frame[:HEADER_SIZE], max_length=2**60)
     is_value = header.kind is FrameKind.VALUE
@@ -252,7 +252,7 @@ def _applied(edit: Edit, data: bytes) -> bytes:
 
 
 def edits_of(recording: Recording, rng: random.Random) -> Iterator[Edit]:
-    """Changes of what the ends said, random ones without end; none if they said nothing."""
+    """An endless series of random changes of what the ends sent; empty if they sent nothing."""
     frames = [(stream, *place) for stream, sent in recording.items() for place in frames_in(b"".join(sent))]
     parts = {stream: pairwise(accumulate(map(len, sent), initial=0)) for stream, sent in recording.items()}
     sent = [(stream, *place) for stream, places in parts.items() for place in places]

@@ -1,8 +1,8 @@
-"""A man in the middle of proven connections: it carries what two ends say, records it, and may change it.
+"""A man in the middle of proven connections: it carries what two ends send, records it, and may change it.
 
-Both ends prove themselves through it, as they would to an attacker who only passes on what it hears. From
-then on it speaks for the end whose stream it changes. Descriptors that are handed over pass too. It stands
-before the listeners whose contacts it sees in messages as well.
+Both ends prove themselves through it, as they would through an attacker that only passes on what it receives.
+From then on it can send in the name of the end whose stream it changes. Descriptors pass through it, too. It
+also takes the place of listeners whose contacts it sees in messages.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Relay:
     """Listens in the place of other listeners: give two ends contacts of :meth:`through`. Any thread.
 
     Args:
-        edit: is applied to what they say to each other.
+        edit: is applied to what they send to each other.
     """
 
     def __init__(self, edit: Edit | None = None) -> None:
         self.recording: dict[StreamId, list[bytes]] = {}
-        """What has been said, as it came."""
+        """What was sent, as it came."""
         self.descriptors: list[int] = []
         """Copies of the descriptors that were handed over."""
         self._edit = edit
@@ -148,11 +148,11 @@ class Relay:
                     if not data:
                         break
                     self.descriptors += [os.dup(fd) for fd in fds]
-                    proof, said = data[:proof_bytes], self._with_own_contacts(data[proof_bytes:])
+                    proof, payload = data[:proof_bytes], self._with_own_contacts(data[proof_bytes:])
                     proof_bytes -= len(proof)
-                    if said:
-                        sent.append(said)
-                    _write(target, proof + editor.feed(said), fds)
+                    if payload:
+                        sent.append(payload)
+                    _write(target, proof + editor.feed(payload), fds)
                 finally:
                     for fd in fds:
                         os.close(fd)
@@ -164,7 +164,7 @@ class Relay:
                 source.shutdown(socket.SHUT_RD)
 
     def _with_own_contacts(self, data: bytes) -> bytes:
-        """What was said, and :meth:`through` for the values in it."""
+        """What was sent, and :meth:`through` for the values in it."""
         for begin, end in reversed([*frames_in(data)]):
             with contextlib.suppress(KvplugError):
                 frame = data[begin:end]

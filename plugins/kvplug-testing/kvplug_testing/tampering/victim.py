@@ -1,5 +1,5 @@
-"""A process whose ends are lied to: its addresses are bounded, and what goes wrong outside of calls is noted;
-and memory, which is changed under it.
+"""A process whose ends get false messages: its addresses are bounded, and what goes wrong outside of calls is
+noted; and memory, which is changed under it.
 
 Memory that is taken because a peer announced it cannot be had, and the error shows how the transport handles
 that.

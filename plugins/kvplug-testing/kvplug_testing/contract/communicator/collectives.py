@@ -91,7 +91,7 @@ _COLLECTIVES: dict[str, tuple[Callable[[str], Cases], list[str]]] = {
 
 
 def _by_default(given: Sequence[Any]) -> dict[str, list[Any]]:
-    """What collectives give each rank where nothing is said of dimension, sizes and ranks."""
+    """The result of each rank with default arguments."""
     world = len(given)
     shares = [*total(given).split(given[0].shape[-1] // world, -1)]
     return {
@@ -129,7 +129,7 @@ class Collectives(CommunicatorSuite):
     def test_a_collective_gives_every_rank_what_it_states(self, method: str, dtype: str) -> None:
         ranks = self.ranks()
         summing = method in ("all_reduce", "reduce_scatter", "reduce_scatterv")
-        if not ranks.ask(0, "supports", self.device, dtype, summing=summing):
+        if not ranks.call(0, "supports", self.device, dtype, summing=summing):
             ranks.raised(method, [[each] for each in each_rank(dtype, (3,))], UnsupportedError)
             return
         for args, wanted in _COLLECTIVES[method][0](dtype):
@@ -137,7 +137,7 @@ class Collectives(CommunicatorSuite):
 
     @law("COMM-1")
     @pytest.mark.parametrize(("world", "form"), [(WORLD, ""), (WORLD, "strided"), (1, "")])
-    def test_large_tensors_and_what_is_not_said_give_the_same(self, world: int, form: str) -> None:
+    def test_large_tensors_and_default_arguments_give_the_same(self, world: int, form: str) -> None:
         import torch
 
         ranks = self.ranks(world)
@@ -192,7 +192,7 @@ class Collectives(CommunicatorSuite):
     def test_a_batch_carries_many_tensors_of_each_dtype_in_order(self, to: dict[int, int]) -> None:
         ranks = self.ranks()
         dtypes = ("float32", "int64", "bfloat16", "bool", "float8_e4m3fn")
-        taken = [dtype for dtype in dtypes if ranks.ask(0, "supports", self.device, dtype)]
+        taken = [dtype for dtype in dtypes if ranks.call(0, "supports", self.device, dtype)]
         shapes = ((), (0, 2), (4, 3), (300, 1000))
 
         def of(rank: int) -> list[Any]:
@@ -211,6 +211,6 @@ def _passes(ranks: Ranks, sent: Any, src: int, dst: int, *, is_named: bool = Tru
     """That tensor goes from one rank to another."""
     to, of = ([dst], [src]) if is_named else ([], [])
     sending = ranks.begin("send", {src: [sent, *to]})
-    got = ranks.ask(dst, "recv", tuple(sent.shape), sent.dtype, *of)
+    got = ranks.call(dst, "recv", tuple(sent.shape), sent.dtype, *of)
     sending[src].result()
     check([got], [sent], f"from rank {src} to rank {dst}")

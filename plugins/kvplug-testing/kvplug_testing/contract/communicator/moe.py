@@ -97,17 +97,17 @@ class ExpertLayers(CommunicatorSuite):
     @law("COMM-4")
     def test_in_a_group_that_exchanges_no_tokens_dispatch_and_combine_change_nothing(self) -> None:
         ranks = self.ranks(2, unique_name="ep:0")
-        if ranks.ask(0, "use_all2all"):
+        if ranks.call(0, "use_all2all"):
             pytest.skip(f"{self.called} exchanges experts' tokens with one data-parallel rank")
         given = tokens(4, 0)
-        check(ranks.ask(0, "dispatch", *given, extra_tensors=[given[1]])[:3], given, "dispatch")
-        check(ranks.ask(0, "dispatch_router_logits", *given[:2]), given[:2], "dispatch_router_logits")
-        check([ranks.ask(0, "combine", given[0])], [given[0]], "combine")
+        check(ranks.call(0, "dispatch", *given, extra_tensors=[given[1]])[:3], given, "dispatch")
+        check(ranks.call(0, "dispatch_router_logits", *given[:2]), given[:2], "dispatch_router_logits")
+        check([ranks.call(0, "combine", given[0])], [given[0]], "combine")
 
     # -- what a rank is --------------------------------------------------------------------------
 
     @law("COMM-1")
-    def test_a_rank_knows_its_place_in_the_group_and_among_all(self) -> None:
+    def test_a_rank_has_its_place_in_the_group_and_among_all(self) -> None:
         group: dict[str, Any] = {"ranks": (4, 1, 6), "global_world_size": 8, "unique_name": "tp:0"}
         for context in (group, {}):
             ranks = self.ranks(WORLD, **context)
@@ -115,7 +115,7 @@ class ExpertLayers(CommunicatorSuite):
             for rank in range(WORLD):
                 place = {"rank": rank, "rank_in_group": rank, "global_rank": found["ranks"][rank]}
                 for name, wanted in {**found, **place}.items():
-                    assert ranks.ask(rank, name) == wanted, f"{name} of rank {rank} is not {wanted}"
+                    assert ranks.call(rank, name) == wanted, f"{name} of rank {rank} is not {wanted}"
 
     @law("COMM-1")
     @pytest.mark.parametrize("name", [*_SERVE_EXPERTS, *_DO_NOT])
@@ -123,8 +123,8 @@ class ExpertLayers(CommunicatorSuite):
         serves = name in _SERVE_EXPERTS
         for size in (1, 2):
             ranks = self.ranks(1, unique_name=name, data_parallel_size=size)
-            assert ranks.ask(0, "is_ep_communicator") is serves, f"{name!r}, which has ep: {serves}"
-            assert ranks.ask(0, "use_all2all") is (serves and size > 1)
+            assert ranks.call(0, "is_ep_communicator") is serves, f"{name!r}, which has ep: {serves}"
+            assert ranks.call(0, "use_all2all") is (serves and size > 1)
             if isinstance(rank := ranks.every[0], LocalHandle):  # a model is not sent to a process
                 prepared: list[Any] = []
                 module = SimpleNamespace(prepare_communication_buffer=prepared.append)

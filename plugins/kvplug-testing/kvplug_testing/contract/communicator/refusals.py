@@ -65,9 +65,9 @@ class Refusals(CommunicatorSuite):
         ranks = self.ranks()
         for method, args, kind, words in _WRONG_EVERYWHERE:
             for outcome in ranks.raised(method, [args()] * WORLD, kind):
-                assert words in outcome.text, f"{method} of {args()} does not say {words!r}: {outcome}"
+                assert words in outcome.text, f"the error of {method} of {args()} lacks {words!r}: {outcome}"
             still_works(ranks)
-        for other in (0, WORLD, -1):  # rank 0 itself, and two that there are not
+        for other in (0, WORLD, -1):  # rank 0 itself, and two outside the group
             for method, args_ in (
                 ("send", [_f32(2), other]),
                 ("recv", [(2,), _f32(2).dtype, other]),
@@ -82,7 +82,7 @@ class Refusals(CommunicatorSuite):
         for method, args_of in _WRONG_TOGETHER:
             found = ranks.raised(method, [args_of(rank) for rank in range(WORLD)], TensorMismatchError)
             assert any("rank 0" in outcome.text and "rank 2" in outcome.text for outcome in found), (
-                f"{method}: the error does not say what each rank gave: {found[0]}"
+                f"{method}: the error does not name what each rank gave: {found[0]}"
             )
             still_works(ranks)
         pending = ranks.begin("all_reduce", {0: [_f32(2)], 2: [_f32(2)]})

@@ -48,7 +48,7 @@ class Ranks:
         """The results of the calls."""
         return [value for value, *_ in self.results(method, args)]
 
-    def ask(self, rank: int, method: str, *args: Any, **given: Any) -> Any:
+    def call(self, rank: int, method: str, *args: Any, **given: Any) -> Any:
         """The result of a call of one rank."""
         return self.outcomes(method, {rank: args}, **given)[0].result()[0]
 
@@ -66,7 +66,7 @@ class CommunicatorSuite(General):
     device: ClassVar[str] = "cpu"
     """The device of the tensors that are tried."""
     timeout_s: ClassVar[float] = 20.0
-    """The context's ``timeout_s``: what counts where a call says nothing."""
+    """The context's ``timeout_s``: the timeout of a call that gives none."""
     lies = 30
     _lied_to_context: ClassVar[Mapping[str, Any]] = MappingProxyType(
         {"unique_name": "ep:0", "data_parallel_size": 2}
@@ -102,4 +102,4 @@ class CommunicatorSuite(General):
         with StatelessGroup.create("unix:", rank=0, world_size=1) as group, self.made(group) as alone:
             if alone.compares:
                 return ""
-        return f"the ranks of {self.called} do not compare what they are about to do"
+        return f"the ranks of {self.called} do not compare their calls first"

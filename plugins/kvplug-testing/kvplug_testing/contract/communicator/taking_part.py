@@ -35,7 +35,7 @@ class TakingPart(CommunicatorSuite):
 
     @law("COMM-2", "ALL-4")
     @pytest.mark.parametrize(("method", "missing"), [*((each, 1) for each in METHODS), ("all_reduce", 0)])
-    def test_a_rank_that_does_not_come_is_named_and_nobody_waits_again(
+    def test_a_rank_that_does_not_come_is_named_and_later_calls_fail_at_once(
         self, method: str, missing: int
     ) -> None:
         ranks, others = self.ranks(), _without(missing)
@@ -68,13 +68,13 @@ class TakingPart(CommunicatorSuite):
         for _ in range(2):
             for _ in range(2):
                 ranks.values("suspend", both)
-            assert ranks.ask(0, "suspended") is True
+            assert ranks.call(0, "suspended") is True
             for method in METHODS:
                 ranks.raised(method, args, TransportError, timeout=1.0)
             ranks.raised("send", {0: args[0]}, TransportError, timeout=1.0)
             for _ in range(2):
                 ranks.values("resume", both)
-            assert ranks.ask(0, "suspended") is False
+            assert ranks.call(0, "suspended") is False
             still_works(ranks)
             ranks.values("synchronize", both)
         ranks.values("suspend", both)

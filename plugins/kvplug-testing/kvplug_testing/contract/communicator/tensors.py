@@ -8,7 +8,7 @@ from typing import Any
 from kvplug_testing.comparison import difference
 
 WORLD = 3
-"""Ranks of a group, where a test does not say how many."""
+"""Ranks of a group, unless a test gives another number."""
 HIDDEN = 6
 
 

@@ -67,26 +67,26 @@ class BlocksInUse(ConnectorSuite):
             engine.cache.free(load.blocks)
         reports += [self.run(engine.step, []) for _ in range(5)]
         written = set() if keeps else engine.cache.written(load.blocks)
-        assert not written, f"blocks {sorted(written)} were written after they were said to be free"
+        assert not written, f"blocks {sorted(written)} were written after they were reported as free"
         named = [name for report in reports for name in report.finished_recving]
         assert named == ["a"] or not (keeps or named), f"named as received are {named}"
         assert not any(report.finished_sending for report in reports), "it is named as sent, and was loading"
 
     @law("CONN-4", "CONN-5")
-    @pytest.mark.parametrize("when", ["untold", "failed", "loading"])
+    @pytest.mark.parametrize("when", ["unplanned", "failed", "loading"])
     def test_blocks_of_the_preempted_are_let_alone(self, when: str) -> None:
         """Of a load that no step knows yet, of one that has failed, and of one in the background."""
         self.skip_unless_possible(when == "loading")
         load = self.loading(background=when == "loading")
         engine, prompt = load.engine, load.prompt
-        steps = [] if when == "untold" else [engine.plan([] if load.is_async else [load.work])]
+        steps = [] if when == "unplanned" else [engine.plan([] if load.is_async else [load.work])]
         last = engine.plan([], preempted=_PREEMPTED)
         with self.injecting_fault("fail" if when == "failed" else ""):
             before = [self.run(engine.execute, step) for step in steps]
         if when == "failed":
             self.skip_unless_injected()
         self.run(engine.worker.handle_preemptions, _PREEMPTED)
-        engine.cache.free(load.blocks)  # as soon as the worker side knows of it
+        engine.cache.free(load.blocks)  # as soon as the worker side has the news
         after = [self.run(engine.execute, attrs.evolve(last, preempted=frozenset()))]
         for report in before + after:
             engine.hear(report)
@@ -99,7 +99,7 @@ class BlocksInUse(ConnectorSuite):
         assert load.is_async or not any(report.invalid_block_ids for report in after), (
             "blocks are reported, which a had before it was preempted"
         )
-        if when == "untold":
+        if when == "unplanned":
             again = attrs.evolve(prompt, generation=1)
             found, _ = self.run(engine.ask, again)
             blocks = engine.allocate(100)

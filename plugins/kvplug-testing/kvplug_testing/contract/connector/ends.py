@@ -105,16 +105,16 @@ class EnginesEnd(_Ends):
         found = 0
         if self._forgets_in_children and self._loaded and os.getpid() != self._pid:
             with contextlib.suppress(ClosedError):
-                found, _ = self._asked(self._loaded)
+                found, _ = self._query(self._loaded)
         return f"{found} tokens are promised in a forked child" if found else ""
 
     def busy(self, leaves: bool) -> None:
         self.part(0, None)
         while self._loaded:
-            self._asked(self._loaded)
+            self._query(self._loaded)
 
-    def _asked(self, prompt: Request) -> tuple[int, bool]:
-        return self._decode.matched(attrs.evolve(prompt, request_id=f"asked {next(_numbers)}"))
+    def _query(self, prompt: Request) -> tuple[int, bool]:
+        return self._decode.matched(attrs.evolve(prompt, request_id=f"query {next(_numbers)}"))
 
     def timed(self) -> Calls:
         return {}
@@ -209,5 +209,5 @@ class ConnectorGeneral(ConnectorSuite, General):
         return ""
 
     def _lied_to(self, relay: Relay, timeout_s: float) -> Sequence[Callable[[], Any]]:
-        """What the engines say to each other."""
+        """The messages that the engines exchange."""
         return [lambda: self.ends(relay=relay).make([None])[0]]

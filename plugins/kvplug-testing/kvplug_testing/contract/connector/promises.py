@@ -58,7 +58,9 @@ class Promises(ConnectorSuite):
         found, _ = self.run(decode.matched, prompt)
         beside = self.num_promised(decode, attrs.evolve(prompt, request_id="b"))
         assert beside == found > 0, f"{found} tokens are promised, and {beside} of the same prompt beside it"
-        assert self.run(decode.ask, prompt, BLOCK)[0] == found - BLOCK, "asked again, it answers otherwise"
+        assert self.run(decode.ask, prompt, BLOCK)[0] == found - BLOCK, (
+            "the second answer differs from the first"
+        )
 
     # -- the order of calls: the random schedules make the allowed ones ------------------------------
 
@@ -83,10 +85,10 @@ class Promises(ConnectorSuite):
     @staticmethod
     def _is_named(method: str, breach: Callable[[], Any]) -> None:
         error = Call(breach).end().error
-        assert method in str(error), f"{method} is missing or comes too early, and the error says: {error!r}"
+        assert method in str(error), f"{method} is missing or comes too early, and this was raised: {error!r}"
 
     @law("CONN-1")
-    def test_a_cache_that_is_not_what_the_config_says_is_refused(self) -> None:
+    def test_a_cache_that_does_not_match_the_config_is_refused(self) -> None:
         engine = self.engine("producer")
         others = PagedCache(block_size=8, num_blocks=3).tensors
         raises(ValueError, partial(engine.worker.register_kv_caches, others))
@@ -126,7 +128,9 @@ class Promises(ConnectorSuite):
         wanted = num_loaded, num_loaded * KV_OF_A_TOKEN
         assert size == wanted, f"{num_loaded} tokens were loaded: {loaded}"
         late = self.run(decode.figures)  # messages on its pipes may arrive after the last load
-        assert not done(late, "load") + failed(late, "load"), f"nothing was loaded since, and it says {late}"
+        assert not done(late, "load") + failed(late, "load"), (
+            f"nothing was loaded since, and these are its figures: {late}"
+        )
         self.skip_unless_injected()
         assert num_failed == 2, f"2 loads were made to fail, and {num_failed} have"
 

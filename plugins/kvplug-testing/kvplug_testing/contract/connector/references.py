@@ -79,7 +79,7 @@ class References(ConnectorSuite):
 
     @law("REF-1")
     @pytest.mark.parametrize("engine_id", ["", "the-same"])
-    def test_one_of_an_engine_that_was_there_before_is_a_miss(self, engine_id: str) -> None:
+    def test_a_reference_of_an_earlier_engine_is_a_miss(self, engine_id: str) -> None:
         """Another engine, or an earlier start of the same one."""
         prefill, decode, params = self._lent()
         config = {"engine_id": engine_id} if engine_id else {}
@@ -93,7 +93,7 @@ class References(ConnectorSuite):
         self._is_a_miss(decode, params, "a reference of an engine that was there before")
 
     @law("REF-1", "REF-2")
-    def test_one_is_good_for_its_own_prompt_until_it_is_computed_again_or_its_time_is_over(self) -> None:
+    def test_a_reference_is_valid_for_its_own_prompt_until_that_is_computed_again_or_it_expires(self) -> None:
         prefill, decode, params = self._lent()
         self.check_loads(decode, request_of("a", PROMPT, params=params), "a good reference gets nothing")
         found = self.num_promised(decode, request_of("b", range(5000, 5100), params=params))
@@ -109,8 +109,8 @@ class References(ConnectorSuite):
         self.check_loads(decode, request_of("f", PROMPT, params=unused), "it is refused within its time, too")
 
     @law("REF-2")
-    def test_one_in_which_anything_was_changed_is_a_miss(self) -> None:
-        """Also to what another good reference says there."""
+    def test_a_reference_in_which_anything_was_changed_is_a_miss(self) -> None:
+        """Some values are those of another valid reference."""
         prefill, decode, params = self._lent()
         forgeries = [*changed(params, self.stored(prefill, range(1000, 1050), "other"))]
         assert len(forgeries) > 50, f"params of {len(forgeries)} places hold no ticket: {params!r:.200}"

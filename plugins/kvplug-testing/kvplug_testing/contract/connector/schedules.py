@@ -179,7 +179,7 @@ class Schedules(ConnectorSuite):
         planned = [engine.plan([(prompt, blocks, 0, 40)]), engine.plan([(prompt, blocks, 40, 30)])]
         engine.hear(engine.execute(planned[0]))
         if self.run(engine.scheduler.reset_cache) is not True:
-            pytest.skip(f"{self.called} says that it cannot forget: reset_cache returned false")
+            pytest.skip(f"{self.called} cannot ensure a reset: reset_cache returned false")
         engine.hear(engine.execute(planned[1]))  # a step that was planned before
         engine.cache.weights = reader.cache.weights = 1
         engine.step([(prompt, blocks, 70, 30)])

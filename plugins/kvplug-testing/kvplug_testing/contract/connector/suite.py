@@ -97,7 +97,8 @@ class ConnectorSuite(Contract):
     of that is stored. Without it this is not checked."""
     lends_blocks: ClassVar[bool] = False
     """``request_finished`` hands out references, and its engine keeps the blocks until another engine has
-    read them. An engine loads nothing from itself, in the role "both" neither."""
+    read them. An engine loads nothing from itself, not even in the role
+    "both"."""
     timeout_s: ClassVar[float] = 10.0
     """``timeout_s`` of the configs."""
 

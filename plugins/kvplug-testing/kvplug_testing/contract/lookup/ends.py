@@ -136,7 +136,7 @@ class LookupEnd(End):
         return bool(self.thing.is_lost)
 
     def is_still_open(self) -> None:
-        waits.until(lambda: self.thing.is_lost, what="that an end knows that its store is gone")
+        waits.until(lambda: self.thing.is_lost, what="is_lost of an end whose store is gone")
 
 
 class LookupEnds(Ends):

@@ -143,7 +143,7 @@ class Sink:
             self.waits.set()
             self.go_on.wait(60)
         if place == self._raise_at:
-            raise SinkError(f"the sink does not want it ({place})")
+            raise SinkError(f"the sink of the test fails ({place})")
 
     def unlike(self, put: Put) -> str:
         """A description of how the layers differ from the inserted ones; empty if they are equal."""
@@ -166,7 +166,7 @@ def answered(
     key = came[roi].tolist()
     common = len(key) if tokens is None else shared(tokens, key)
     wanted = min_tokens or (1 if tokens is None else max(1, min(len(tokens), len(key))))
-    assert common >= wanted, f"an entry of {key[:20]} was handed out to who had asked for {tokens}"
+    assert common >= wanted, f"a call for {tokens} got an entry of {key[:20]}"
     layers, numbers = [(entry.key, entry.value)], [*range(header.num_layers)]
     if sink is not None:
         assert [index for index, *_ in sink.layers] == numbers, (

@@ -91,7 +91,7 @@ class Finding(LookupSuite):
         assert taken(buffer, [7, 8, held]).tokens.tolist() == [7, 8, held]
 
     @law("LOOKUP-1", "LOOKUP-5")
-    def test_what_cannot_be_an_entry_is_refused_and_takes_no_room(self) -> None:
+    def test_an_invalid_entry_is_refused_and_takes_no_room(self) -> None:
         store = self.hold(capacity_for(1))
         good = sized([1, 2])
         for tokens, roi, key, value in (

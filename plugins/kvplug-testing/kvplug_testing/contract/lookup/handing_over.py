@@ -97,7 +97,7 @@ class HandingOver(LookupSuite):
 
     @law("LOOKUP-7")
     @at_both_ends
-    def test_while_it_is_read_an_entry_can_be_read_by_others_and_taken_by_nobody(self, end: str) -> None:
+    def test_while_an_entry_is_read_others_can_read_it_and_none_can_take_it(self, end: str) -> None:
         store, buffer = self.opened(end)
         other = self.reach(store)
         put = entry([1, 2, 3])
@@ -132,7 +132,7 @@ class HandingOver(LookupSuite):
         assert not unlike(put, taken(buffer, [1, 2, 3]))
 
     @law("LOOKUP-3", "LOOKUP-5", "ALL-5")
-    def test_one_who_takes_its_time_holds_up_nobody(self) -> None:
+    def test_a_slow_reader_delays_no_other(self) -> None:
         store = self.hold()
         slow = self.paused_call(store, "select")
         waiting = Call(partial(slow.end.drop_select, [9], timeout=waits.patience_s))

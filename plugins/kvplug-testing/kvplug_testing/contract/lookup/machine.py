@@ -23,7 +23,7 @@ from kvplug_testing.waits import raises
 CAPACITY = 5
 BUDGET = capacity_for(CAPACITY)
 ROOMY = capacity_for(CAPACITY + 2)
-"""Of a store that evicts: it may not know yet that the last entry was received."""
+"""Of a store that evicts: it may not have noticed yet that the last entry was received."""
 # Few values, so that keys are often equal or prefixes; close values, so that a tolerance is detected.
 _token = st.sampled_from([1, 2, 120001, 120002, (1 << 31) + 1])
 _extra = st.sampled_from([b"", b"a", b"a\0"])
@@ -78,7 +78,7 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
     def look(self, key: Any, extra: bytes) -> None:
         there = max(self._shared(key, extra).values(), default=0)
         found = matched(self.end, *key, extra=extra)
-        assert found == there, f"match says {found}, and {there} tokens are shared"
+        assert found == there, f"match returned {found}, and {there} tokens are shared"
 
     @rule(key=_masked(), extra=_extra)
     def take(self, key: Any, extra: bytes) -> None:
@@ -94,7 +94,7 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
     def _take(self, key: Any, extra: bytes, fits: list[int]) -> None:
         if not fits:
             missed(self.end, *key, extra=extra, timeout=0.01)
-            # The store answers this end's next call only after it knows that the last one has ended. Until
+            # The store answers this end's next call only after it has noticed the end of the last one. Until
             # then it may give an inserted entry to that call, and take it back afterwards.
             matched(self.end, [1])
             return

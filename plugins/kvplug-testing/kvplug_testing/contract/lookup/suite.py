@@ -95,7 +95,7 @@ class LookupSuite(Contract):
     evicts: ClassVar[bool] = False
     """Whether an insert that finds no room removes entries, rather than wait until some were taken."""
     timeout_s: ClassVar[float] = 20.0
-    """The context's ``timeout_s``: what counts where a call says nothing."""
+    """The context's ``timeout_s``: the timeout of a call that gives none."""
 
     @property
     def makes_room(self) -> str:

@@ -113,7 +113,7 @@ class PipeEnd(End):
             assert transfer.error() is None or isinstance(transfer.error(), PeerGoneError), transfer
 
     def closed(self) -> bool:
-        assert isinstance(self.thing.peer, str) and self.thing.peer.strip(), "peer says nothing"
+        assert isinstance(self.thing.peer, str) and self.thing.peer.strip(), "`peer` is empty"
         return bool(self.thing.closed)
 
 

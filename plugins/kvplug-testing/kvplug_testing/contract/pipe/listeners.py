@@ -1,6 +1,6 @@
 """Contacts and ``connect`` (law END-1), and peers that come and go, die, stop or fork (law END-2).
 
-The general laws judge what calls raise then; this, what comes of messages, of listeners and of ``connect``.
+The general laws judge the errors of calls; here are messages, listeners and ``connect``.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Listeners(PipeGeneral):
             _greet(self.join(self.endpoint(), listener))
 
     @law("END-1")
-    def test_what_is_no_contact_is_refused_with_a_wire_error(self) -> None:
+    def test_a_malformed_contact_is_refused_with_a_wire_error(self) -> None:
         for contact in _GARBAGE:
             raises(WireError, partial(self.endpoint().connect, contact, timeout=waits.patience_s))
 
     @law("END-1", needs="other_processes")
-    def test_who_cannot_prove_itself_is_refused_and_the_next_is_not(self) -> None:
+    def test_an_end_that_cannot_prove_itself_is_refused_and_the_next_is_not(self) -> None:
         if self.spec is None or not self.spec.capabilities.authenticated:
             pytest.skip(f"{self.called} does not claim authenticated")
         ours, theirs, unset = (
@@ -74,7 +74,7 @@ class Listeners(PipeGeneral):
         _greet(self.join(ours, listener))
 
     @law("END-1", "ALL-2")
-    def test_where_nobody_listens_any_more_nobody_connects(self) -> None:
+    def test_connecting_to_a_closed_listener_fails(self) -> None:
         listener = self.listen()
         connecting = self.connecting(self.endpoint(), listener.contact)
         connecting.is_blocked(0.3)
@@ -111,7 +111,7 @@ class Listeners(PipeGeneral):
 
     @law("ALL-2", needs="other_processes", level="long", timeout_s=120)
     @pytest.mark.parametrize("nbytes", [0, 100, 70_000, 3 * MIB])
-    def test_of_a_message_in_which_the_peer_is_killed_nothing_is_received(self, nbytes: int) -> None:
+    def test_nothing_of_a_message_is_received_if_the_peer_is_killed_while_it_sends(self, nbytes: int) -> None:
         """Kills at many positions in the message, with memory of the caller and without."""
         import torch
 
@@ -151,7 +151,7 @@ class Listeners(PipeGeneral):
 
     @law("END-2", "ALL-2", needs="other_processes")
     @pytest.mark.parametrize("how", ["is killed", "is stopped"])
-    def test_a_peer_that_is_killed_or_stopped_holds_up_nobody(self, how: str) -> None:
+    def test_a_peer_that_is_killed_or_stopped_delays_no_other(self, how: str) -> None:
         for moment_s in _MOMENTS_S:
             with self.scope():
                 listener = self.listen()
@@ -173,7 +173,7 @@ class Listeners(PipeGeneral):
             connecting = self.connecting(self.endpoint(), contact, timeout).end()
             if connecting.error is not None:  # else the kernel has completed the connection
                 assert connecting.took_s > timeout - 0.05, f"connect gave up after {connecting.took_s:.3f} s"
-                assert len(str(connecting.raised(TimeoutError))) > 10, "it does not say what it waited for"
+                assert len(str(connecting.raised(TimeoutError))) > 10, "it does not name what it waited for"
         child.cont()
         _echoes(self.connecting(self.endpoint(), contact).result())
 

@@ -50,8 +50,10 @@ class Sending(PipeSuite):
         transfers = fill(one, nbytes)
         least, most = LIMIT * 3 // 4 - nbytes, LIMIT + nbytes + self.beyond_limit_bytes
         accepted = len(transfers) * nbytes
-        said = f"{LIMIT} may be unsent, {nbytes} are one message, {self.beyond_limit_bytes} lie beyond"
-        assert max(1, least) <= accepted <= most, f"{accepted} bytes were accepted without a receiver: {said}"
+        bounds = f"{LIMIT} may be unsent, {nbytes} are one message, {self.beyond_limit_bytes} lie beyond"
+        assert max(1, least) <= accepted <= most, (
+            f"{accepted} bytes were accepted without a receiver: {bounds}"
+        )
         drain(other, range(len(transfers)), nbytes)
         for transfer in transfers:
             transfer.wait(waits.patience_s)
@@ -153,7 +155,7 @@ class Sending(PipeSuite):
     @law("ALL-5")
     @pytest.mark.parametrize("how", ["abort", "close"])
     def test_every_transfer_ends_when_its_end_ends(self, how: str) -> None:
-        """General laws judge what becomes of them when the other end does."""
+        """The general laws judge the end of the other end."""
         one, _ = self.limited_pair()
         called: list[Transfer] = []
         transfers = fill(one)

@@ -36,12 +36,13 @@ class PipeSuite(Contract):
     """The option that bounds what is unsent (law PIPE-2). Empty where there is none: the tests of the bound
     are skipped then."""
     beyond_limit_bytes: ClassVar[int] = 4 * MIB
-    """What the operating system or the device may hold besides, with the receiver stopped (law PIPE-3)."""
+    """How many more bytes the operating system or the device may hold while the receiver is stopped (law
+    PIPE-3)."""
     timeout_s: ClassVar[float] = 20.0
-    """The context's ``timeout_s``: what counts where a call says nothing."""
+    """The context's ``timeout_s``: the timeout of a call that gives none."""
     device: ClassVar[str] = ""
     """The context's ``device``. Empty is ``cpu`` where the transport claims it, else the first by name that
-    it claims. A tensor of each claimed device is sent whatever this says; all others are CPU tensors."""
+    it claims. A tensor of each claimed device is sent in any case; all others are CPU tensors."""
 
     def make_endpoint(self, context: PipeEndpoint.Context) -> PipeEndpoint:
         """The transport's factory, called. Override it for a transport that is not installed."""
@@ -150,5 +151,5 @@ def fill(pipe: Pipe, nbytes: int = MIB // 4, timeout: float = 0.2) -> list[Trans
     with contextlib.suppress(TimeoutError):
         while len(transfers) * nbytes < MOST_ACCEPTED:
             transfers.append(pipe.send_tensor(numbered(len(transfers), nbytes), timeout=timeout))
-        pytest.fail(f"{MOST_ACCEPTED} bytes were accepted, and none has been received: there is no bound")
+        pytest.fail(f"{MOST_ACCEPTED} bytes were accepted, and none was received: nothing bounds them")
     return transfers

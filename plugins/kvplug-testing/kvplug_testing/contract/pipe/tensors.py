@@ -267,7 +267,7 @@ class Tensors(PipeSuite):
                 outcome = Call(partial(receive, next(kinds), timeout)).outcome(timeout + waits.patience_s)
                 if not isinstance(outcome, TimeoutError):
                     break
-            if isinstance(outcome, KvplugError):  # the pipe is broken, and every later call says so
+            if isinstance(outcome, KvplugError):  # the pipe is broken, and every later call raises
                 again = raises(KvplugError, lambda: other.recv_tensor(timeout=waits.patience_s))
                 assert not isinstance(again, TimeoutError), f"it was broken ({outcome!r}), and then waited"
                 return

@@ -24,7 +24,7 @@ class QueueEnd(End):
     def __init__(self, role: str, queue: MessageQueue) -> None:
         self.role = role
         self.awaits = "reader" if role == "writer" else "writer"
-        self.leaves = role == "reader"  # a reader that left is no error
+        self.leaves = role == "reader"  # a reader that left is not an error
         self.one_thread = ["enqueue" if role == "writer" else "dequeue"]
         self.thing = queue
         self._num_clogging = 0
@@ -144,5 +144,5 @@ class QueueGeneral(QueueSuite, General):
         return ends
 
     @law("QUEUE-4", "ALL-4")
-    def test_a_call_that_waits_costs_next_to_no_processor_time(self) -> None:
-        super().test_a_call_that_waits_costs_next_to_no_processor_time()
+    def test_a_call_that_waits_uses_hardly_any_processor_time(self) -> None:
+        super().test_a_call_that_waits_uses_hardly_any_processor_time()

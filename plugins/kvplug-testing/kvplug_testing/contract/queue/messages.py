@@ -52,7 +52,7 @@ class Messages(QueueGeneral):
         passes(*self.queue(2), *PLAIN, *_tensors_and_arrays(), *values)
 
     @law("QUEUE-1")
-    def test_a_reader_that_pauses_gets_everything_or_hears_how_many_it_lost(self) -> None:
+    def test_a_reader_that_pauses_gets_everything_or_an_error_with_the_number_lost(self) -> None:
         """One reader of two sleeps after its tenth message."""
         count, within = 2_000, waits.patience_s + _PAUSE_S
         writer, (busy, sleepy) = self.queue(2)
@@ -195,11 +195,13 @@ def _take_all(reader: MessageQueue, count: int, pause_s: float, within: float) -
             time.sleep(pause_s)
         got = Call(partial(reader.dequeue, timeout=within)).outcome(within + 1)
         if isinstance(got, TransportError):
-            said = re.search(r"\b(\d[\d,]*) messages?\b", str(got))
-            assert said, f"reader rank {reader.rank} does not learn how many messages it lost: {got}"
-            number += int(said[1].replace(",", ""))
+            lost = re.search(r"\b(\d[\d,]*) messages?\b", str(got))
+            assert lost, f"reader rank {reader.rank} gets an error without the number of lost messages: {got}"
+            number += int(lost[1].replace(",", ""))
         else:
-            assert got[0] == number, f"reader rank {reader.rank} got {got[0]} instead of {number}, in silence"
+            assert got[0] == number, (
+                f"reader rank {reader.rank} got {got[0]} instead of {number}, without an error"
+            )
             number += 1
     assert number == count, f"{number - count:,} more messages were lost than were sent"
 

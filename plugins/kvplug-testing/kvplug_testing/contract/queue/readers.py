@@ -38,10 +38,10 @@ _VALUES: Final = 60
 
 
 class Readers(QueueGeneral):
-    """Whom calls wait for, and what they do when it ends, also in another process and on another host."""
+    """Ends that calls wait for, and that end, also in another process and on another host."""
 
     @law("ALL-4")
-    def test_who_cancels_is_heard(self) -> None:
+    def test_a_waiting_call_can_be_cancelled(self) -> None:
         writer, (reader,) = self.queue()
         for verb in (reader.dequeue, partial(read, reader)):
             cancel = threading.Event()
@@ -63,9 +63,9 @@ class Readers(QueueGeneral):
             error = raises(TimeoutError, lambda: writer.enqueue("no room", timeout=0.55))
         warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert 2 <= len(warnings) <= 6, f"0.55 s at an interval of 0.1 s, and these warnings: {warnings}"
-        for said in (str(error), *warnings):
-            _check_named(said, 1, f"pid {os.getpid()}", CHUNKS)
-            assert not re.search(r"\brank [02]\b", said), f"it names readers that are not waited for: {said}"
+        for text in (str(error), *warnings):
+            _check_named(text, 1, f"pid {os.getpid()}", CHUNKS)
+            assert not re.search(r"\brank [02]\b", text), f"it names readers that are not waited for: {text}"
 
     @law("QUEUE-3", "QUEUE-2")
     def test_a_reader_that_has_not_come_is_named_and_one_that_died_is_not_waited_for(self) -> None:
@@ -81,7 +81,7 @@ class Readers(QueueGeneral):
             call.result()
 
     @law("QUEUE-3")
-    def test_who_waits_indefinitely_is_not_warned_and_waits_without_end(
+    def test_an_indefinite_wait_logs_no_warning_and_has_no_timeout(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         writer, (reader,) = self.queue(warning_interval_s=0.1, timeout_s=0.2)
@@ -122,7 +122,7 @@ class Readers(QueueGeneral):
         first, gone, _ = writer.readers
         assert (first.gone, first.died) == ("", False)
         assert gone.gone and gone.died == (how == "abort"), f"of a reader after {how}: {gone}"
-        assert how == "close" or gone.lag >= CHUNKS, "how far behind it was is not said"
+        assert how == "close" or gone.lag >= CHUNKS, "its lag is not reported"
 
     # -- in other processes --------------------------------------------------------------------
 
@@ -141,11 +141,11 @@ class Readers(QueueGeneral):
         assert [in_time(read, reader) for reader in others] == [b"in place"] * 2
         _is_not_waited_for(writer, others, victim.child.kill)
         dead = writer.readers[1]
-        assert dead.gone and dead.died, f"reader rank 1 was killed, and this is known of it: {dead}"
+        assert dead.gone and dead.died, f"reader rank 1 was killed, and is reported as {dead}"
         assert f"pid {victim.child.pid}" in str(dead), f"the dead reader's process is not named: {dead}"
 
     @law("ALL-2", "ALL-5", "QUEUE-1", needs="other_processes")
-    def test_of_a_writer_that_is_killed_all_it_had_sent_is_received_and_half_a_chunk_never_is(self) -> None:
+    def test_all_that_a_killed_writer_had_sent_is_received_and_half_a_chunk_never_is(self) -> None:
         ends: list[Any] = self._joined([True, False, False], {"n_reader": 2})
         writer, readers = ends[0], [each.end.thing for each in ends[1:]]
         handle = readers[0].export_handle()
@@ -209,7 +209,7 @@ def _is_not_waited_for(writer: MessageQueue, others: Sequence[MessageQueue], end
     passes(writer, others, *range(3 * CHUNKS))
 
 
-def _check_named(said: str, rank: int, process: str, lag: int) -> None:
+def _check_named(text: str, rank: int, process: str, lag: int) -> None:
     """Check that a text names a reader with its rank, its process and its lag."""
     for pattern in (rf"\brank {rank}\b", rf"{process}\b", rf"\b{lag} messages? behind\b"):
-        assert re.search(pattern, said), f"{pattern} is not in what names a reader: {said}"
+        assert re.search(pattern, text), f"{pattern} is not in what names a reader: {text}"

@@ -28,7 +28,7 @@ class QueueSuite(Contract):
 
     kind: ClassVar[Kind] = Kind.QUEUE
     timeout_s: ClassVar[float] = 20.0
-    """The context's ``timeout_s``: what counts where a call says nothing."""
+    """The context's ``timeout_s``: the timeout of a call that gives none."""
     most_bytes: ClassVar[int] = 64 * MIB
     """The largest value that is tried, in bytes. Lower it for a queue that carries less."""
 
@@ -119,4 +119,4 @@ def fill(writer: MessageQueue) -> int:
         if isinstance(outcome, TimeoutError):
             return number
         assert outcome is None, outcome
-    raise AssertionError("there is no bound to the messages that nobody has read")
+    raise AssertionError("the number of unread messages has no bound")

@@ -29,7 +29,7 @@ class Budget(StoreGeneral):
 
     @property
     def _nbytes(self) -> int:
-        """Bytes of a page of which sixteen and more fit."""
+        """Bytes of a page. More than sixteen such pages fit."""
         return self.budget_bytes // 24
 
     def _bounded(self, end: str = "first") -> tuple[Store, Store]:

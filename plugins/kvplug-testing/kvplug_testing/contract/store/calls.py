@@ -56,16 +56,16 @@ def is_missed(store: Store, pages: Batch, more: Batch) -> None:
 
 
 def looked_up(store: Store, keys: Sequence[bytes], **given: Any) -> list[Presence]:
-    """What the store says of the keys."""
+    """The presence of each key, by a lookup."""
     return ended(store.submit_lookup(keys, **given))  # type: ignore[no-any-return]
 
 
 def held(store: Store, pages: Batch) -> list[bool]:
-    """Whether the store says that it holds each page."""
+    """Whether a lookup finds each page held."""
     return [presence is Presence.HELD for presence in looked_up(store, pages.keys)]
 
 
-def forgotten(store: Store, keys: Sequence[bytes]) -> None:
+def remove(store: Store, keys: Sequence[bytes]) -> None:
     """Remove pages, which must succeed."""
     results = ended(store.submit_remove(keys))
     assert results == [True] * len(keys), f"pages were not removed: {results}"

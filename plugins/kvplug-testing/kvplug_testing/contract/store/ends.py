@@ -202,14 +202,14 @@ class StoreEnd(End):
             self.thing.usage()
 
     def is_gone(self) -> None:
-        """Requests are misses once the end knows that its store is gone for good."""
+        """Requests are misses once the end has noticed that its store is gone for good."""
 
         def is_lost() -> bool:
             results = ended(self.thing.submit_get(self._there.empty()))
             assert {*results} <= {None, *_GONE}, f"a get gave {results}"  # mapped memory may be read longer
             return bool(self.thing.is_lost)
 
-        until(is_lost, what="that the end knows that its store is gone for good")
+        until(is_lost, what="is_lost of an end whose store is gone for good")
         is_missed(self.thing, self._there, pages_of(self._place))
 
     def lease(self, keys: Sequence[bytes]) -> bool:

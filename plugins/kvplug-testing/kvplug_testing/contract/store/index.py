@@ -1,4 +1,4 @@
-"""What is there and what is to come: keys, events, declared pages, and pages that are forgotten.
+"""What is there and what is to come: keys, events, declared pages, and pages that are removed.
 
 Random calls are compared with a dict by :mod:`machine`; here is what takes time, or several ends.
 """
@@ -13,7 +13,7 @@ import pytest
 from kvplug import UnsupportedError
 from kvplug.transport import PageEvent, Presence, Series, Store
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.store.calls import ended, forgotten, got, held, kept, looked_up, missed, put
+from kvplug_testing.contract.store.calls import ended, got, held, kept, looked_up, missed, put, remove
 from kvplug_testing.contract.store.pages import Batch, held_request, sized_format
 from kvplug_testing.contract.store.suite import StoreSuite
 from kvplug_testing.waits import Call, until
@@ -22,7 +22,7 @@ ABSENT, COMING = Presence.ABSENT, Presence.COMING
 
 
 class Index:
-    """What a listener knows: the keys of each series."""
+    """An index made of events, as by a listener: the keys of each series."""
 
     def __init__(self) -> None:
         self._follower = PageEvent.Follower()
@@ -48,7 +48,7 @@ class Index:
                 for key in event.keys:
                     self._known[event.series].pop(key, None)
 
-    def knows(self, series: Series, held: set[bytes], coming: set[bytes]) -> bool:
+    def has_only(self, series: Series, held: set[bytes], coming: set[bytes]) -> bool:
         """Whether these are the keys of a series, and no others."""
         right = dict.fromkeys(held, Presence.HELD) | dict.fromkeys(coming, COMING)
         return self._known[series.id] == right
@@ -78,7 +78,7 @@ class WhatIsThere(StoreSuite):
     def _follows(self, store: Store, index: Index, series: Series) -> None:
         """An index may be a moment behind; then it has the keys that the store has."""
         until(
-            lambda: index.knows(series, {*store.keys(series)}, set()),
+            lambda: index.has_only(series, {*store.keys(series)}, set()),
             within=5,
             what="that an index made of events has the keys that the store has",
         )
@@ -95,7 +95,7 @@ class WhatIsThere(StoreSuite):
             for number, pages in enumerate(batches[1:]):
                 put(store, pages)
                 if number % 3 == 0:
-                    forgotten(store, pages.keys[:4])
+                    remove(store, pages.keys[:4])
 
         working = Call(work)
         while not working.ended and len(indices) < 200:
@@ -118,7 +118,7 @@ class WhatIsThere(StoreSuite):
     # -- declared pages ------------------------------------------------------------------------
 
     def _ends(self, end: str) -> tuple[Store, Store, Batch]:
-        """The end that declares, the one that asks, and pages."""
+        """The end that declares, the one that looks up, and pages."""
         first, other = self.first_and(end)
         for each in (first, other):
             self.must(each, "declare")
@@ -158,7 +158,7 @@ class WhatIsThere(StoreSuite):
         Call(other.close).result()
         self._becomes(first, pages, ABSENT, ABSENT, ABSENT)
 
-    # -- forgetting ----------------------------------------------------------------------------
+    # -- removing ------------------------------------------------------------------------------
 
     @law("STORE-9")
     @pytest.mark.parametrize("queued", [False, True])

@@ -31,7 +31,7 @@ _gap = st.sampled_from([0, 24, 4096])
 
 
 class StoreMachine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
-    """Two ends of a place, and what a dict knows of its pages."""
+    """Two ends of a place, and a dict as the model of its pages."""
 
     def __init__(self, suite: StoreSuite, store: Store, other: Store) -> None:
         super().__init__()
@@ -117,9 +117,9 @@ class StoreMachine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
                 assert presence is Presence.COMING
         if other and self.suite.can(self.other, "declare"):
             coming = [key for key in pages.keys if key in self.coming]
-            until(partial(self._says_coming, coming), within=5, what="that another end says COMING")
+            until(partial(self._are_coming, coming), within=5, what="COMING at the other end")
 
-    def _says_coming(self, keys: list[bytes]) -> bool:
+    def _are_coming(self, keys: list[bytes]) -> bool:
         return {*ended(self.other.submit_lookup(keys))} <= {Presence.COMING}
 
     @rule(series=_series, some=_some, other=_other)
@@ -185,7 +185,7 @@ class StoreMachine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
                     self.can_list = False
             if self.index is not None:
                 coming = {key for key in pages.keys if key in self.coming}
-                known = partial(self.index.knows, pages.series, held, coming)
+                known = partial(self.index.has_only, pages.series, held, coming)
                 until(known, within=5, what="the events of a change")
                 self.index.check()
 

@@ -40,7 +40,7 @@ SOON_S = 0.3
 
 _numbers = itertools.count(1)
 _shared: dict[type, bool] = {}
-"""Whether the stores of a suite say that they are shared."""
+"""Whether the stores of a suite are shared, by ``is_shared``."""
 
 
 @attrs.define(kw_only=True)
@@ -85,7 +85,7 @@ class StoreSuite(Contract):
     """The option that bounds the bytes of all pages. If the store has no such option, the context's
     ``buffer_size`` bounds them."""
     budget_bytes: ClassVar[int] = MIB
-    """The budget of the tests that fill it. A store whose waste is large says more."""
+    """The budget of the tests that fill it. Raise it for a store with a large overhead."""
     reached_by: ClassVar[str] = ""
     """How another end reaches the same pages: by ``"options"``, since it is opened with the same ones, or by
     a ``"link"`` to the first end, which serves it. Empty: by a link if the store has a client, else by
@@ -95,7 +95,7 @@ class StoreSuite(Contract):
     use_granularity_s: ClassVar[float] = 1.2
     """How far apart, in seconds, two uses must be for the later one to count as later."""
     timeout_s: ClassVar[float] = 20.0
-    """The context's ``timeout_s``: what counts where a call says nothing."""
+    """The context's ``timeout_s``: the timeout of a call that gives none."""
 
     def make_store(self, context: Store.Context) -> Store | BlockingStore:
         """The store's factory, called. Override it for a store that is not installed."""
@@ -195,7 +195,7 @@ class StoreSuite(Contract):
 
     @property
     def one_end(self) -> str:
-        """Why there is no other end; empty if there can be."""
+        """Why a place has only one end here; empty if it can have others."""
         if self.by_link:
             return self._missing_pipe
         if type(self) not in _shared:
@@ -245,7 +245,7 @@ class StoreSuite(Contract):
         return bytes(page)
 
     def write_raw(self, store: Store, key: bytes, page: bytes | None) -> None:
-        """Make the store keep these bytes under a key, in the place of what it keeps; ``None``: nothing.
+        """Make the store keep these bytes under a key instead of what it keeps; ``None`` removes them.
 
         The default calls ``remove`` and ``write`` of a blocking store. Override it for others.
         """
@@ -294,7 +294,7 @@ class StoreSuite(Contract):
         """The blocking store inside. Skips the test if there is none."""
         if isinstance(store, ExecutedStore):
             return store._store
-        pytest.skip(f"{self.called} is no blocking store, and does not override the suite's method")
+        pytest.skip(f"{self.called} is not a blocking store, and does not override the suite's method")
 
     # -- what a store can do -------------------------------------------------------------------
 
