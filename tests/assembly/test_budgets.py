@@ -1,4 +1,4 @@
-"""Memory that a config lets a process take, against what there is: at start, and for explain."""
+"""The memory that a config lets a process take, compared with what is available: at start, and in explain."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_closing_ends_the_handshake_of_a_silent_peer() -> None:
 
 @pytest.mark.parametrize("is_silent", [False, True], ids=["no listener", "a silent listener"])
 def test_closing_wakes_a_call_that_connects(is_silent: bool) -> None:
-    """While it dials somebody that never comes, and in the handshake with somebody silent."""
+    """While it dials a peer that never comes, and in the handshake with a silent peer."""
     with accepting("unix:", Credentials(), CONTROL) as listener:
         contact = listener.contact if is_silent else "unix:@kvplug-test-links-no-listener"
         peers = ControlPeers(settings(), connect=contact)

@@ -125,11 +125,13 @@ def judge_all(waiting: Mapping[str, tuple[Path, str]], results: Path, jobs: int)
                     caught = each.result()
                     line = {"mutant": mutant, "level": LEVEL, "stamp": stamp_of(path), "caught": caught}
                     print(json.dumps(line), file=file, flush=True)
-                    said = "; ".join(f"{law} by {len({*tests} - {UNRUN})}" for law, tests in caught.items())
+                    outcome = "; ".join(
+                        f"{law} by {len({*tests} - {UNRUN})}" for law, tests in caught.items()
+                    )
                 except (AssertionError, subprocess.TimeoutExpired) as e:
                     failed.append(mutant)
-                    said = f"NO RESULT: {e}"
-                print(f"[{number}/{len(began)}] {mutant}: {said}", file=sys.stderr, flush=True)
+                    outcome = f"NO RESULT: {e}"
+                print(f"[{number}/{len(began)}] {mutant}: {outcome}", file=sys.stderr, flush=True)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return failed
@@ -163,7 +165,7 @@ def main() -> int:
         after = results_of(Path(*given.names))
     else:
         if unknown := [name for name in given.names if not named([name])]:
-            parser.error(f"no mutant is called {', '.join(unknown)}: a name is such as {min(named([]))}")
+            parser.error(f"no mutant is called {', '.join(unknown)}; an example of a name: {min(named([]))}")
         asked = named(given.names)
         waiting = {
             mutant: place

@@ -1,6 +1,6 @@
 """Every fault that is known is caught by a test of the law that it breaks, and every law has one.
 
-``judging.py`` says when a test has caught a fault. The first mutant of each law lacks the marker
+``judging.py`` defines when a test has caught a fault. The first mutant of each law lacks the marker
 ``full``.
 """
 
@@ -50,13 +50,13 @@ def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.timeout(2 * LIFE_S)
 @pytest.mark.parametrize(("path", "name", "id_"), [*breaches()])
 def test_a_mutant_is_caught_by_a_test_of_its_law(judged: Any, path: Path, name: str, id_: str) -> None:
-    card, said = judged(path)
+    card, output = judged(path)
     failed = judging.failures_of_controls(path, card)
-    assert not failed, "\n".join([*failed, said])
+    assert not failed, "\n".join([*failed, output])
     caught = judging.catching(path, name, id_, card)
     if not caught and (reason := judging.reason_without_hosts(name, card)):
         pytest.skip(reason)
-    assert caught, f"{mutants(path)[name].__doc__} No test noticed it that its control passes:\n{said}"
+    assert caught, f"{mutants(path)[name].__doc__} No test noticed it that its control passes:\n{output}"
 
 
 # A plugin is an installed package and no class: the faulty ones are in test_check_plugin.py.

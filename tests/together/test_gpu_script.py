@@ -1,4 +1,4 @@
-"""``benchmarks/gpu.py`` without a GPU: over the fake libraries, and what becomes of parts that fail."""
+"""``benchmarks/gpu.py`` without a GPU: over the fake libraries, and with parts that fail."""
 
 from __future__ import annotations
 

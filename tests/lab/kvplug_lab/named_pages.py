@@ -19,7 +19,7 @@ _PATIENCE_S = 30.0
 
 
 class NamedPages:
-    """Pages of ``nbytes`` bytes, unless a call says another size."""
+    """Pages of ``nbytes`` bytes, unless a call gives another size."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

@@ -82,7 +82,7 @@ class TestForgetsStrides(MemoryCommunicator):
 
 @breaks(Mutant, "COMM-1")
 class TestSkipsEmptyRanks(MemoryCommunicator):
-    """Where a rank has no rows, it hands on the next rank's."""
+    """If a rank has no rows, the result is in another order."""
 
     def all_gatherv(self, input_: Any, dim: int = 0, sizes: Any = None, **given: Any) -> Any:
         if sizes is not None and 0 in sizes and any(sizes) and not isinstance(input_, list):
@@ -92,7 +92,7 @@ class TestSkipsEmptyRanks(MemoryCommunicator):
 
 @breaks(Mutant, "COMM-1")
 class TestGathersToEverybody(MemoryCommunicator):
-    """All ranks get what one was to get."""
+    """All ranks get what one rank is to get."""
 
     def gather(self, input_: Any, dst: int = 0, dim: int = -1, **given: Any) -> Any:
         self._check_rank("dst", dst)
@@ -109,7 +109,7 @@ class TestSendsBackwards(MemoryCommunicator):
 
 @breaks(Mutant, "COMM-1")
 class TestBatchesOneAfterTheOther(MemoryCommunicator):
-    """A batch receives before it sends: in a circle everybody waits."""
+    """A batch receives before it sends: in a circle all ranks wait."""
 
     def _exchange(self, sends: Any, recvs: Any, deadline: Deadline) -> None:
         super()._exchange([], recvs, deadline)
@@ -145,7 +145,7 @@ class LeavesLate(MemoryCommunicator):
 
 @breaks(Mutant, "COMM-2")
 class TestNamesNobody(MemoryCommunicator):
-    """A TimeoutError says that not all have come."""
+    """A TimeoutError does not name the missing ranks."""
 
     def _compare(self, *args: Any, **given: Any) -> Any:
         try:
@@ -247,7 +247,7 @@ class TestBreaksWhenItRefuses(MemoryCommunicator):
 
 @breaks(Mutant, "COMM-3")
 class TestTakesTensorsOfOtherDevices(MemoryCommunicator):
-    """Where a tensor lies is not looked at."""
+    """The device of a tensor is not checked."""
 
     def _is_here(self, device: str) -> bool:
         return True
@@ -258,7 +258,7 @@ class TestTakesTensorsOfOtherDevices(MemoryCommunicator):
 
 @breaks(Mutant, "COMM-3")
 class TestSumsWhatItDoesNotClaim(MemoryCommunicator):
-    """Booleans are added, though it says that it does not."""
+    """Booleans are added, though the communicator does not claim to."""
 
     def _check_taken(self, tensor: Any, *, summing: bool = False) -> None:
         super()._check_taken(tensor)
@@ -335,7 +335,7 @@ class TestTakesAStoppedRankForDead(MemoryCommunicator):
 
 @breaks(Apart, "ALL-2", "ALL-5")
 class TestDoesNotHearAKill(MemoryCommunicator):
-    """That the first rank is gone is taken for a pause."""
+    """The death of the first rank is taken for a pause."""
 
     def _compare(self, *args: Any, **given: Any) -> Any:
         try:

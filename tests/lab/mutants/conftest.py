@@ -51,15 +51,15 @@ def _impatient(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _listening() -> Iterator[None]:
-    told = threading.excepthook
+    original = threading.excepthook
 
     def note(args: threading.ExceptHookArgs) -> None:
         _dead.append(args.exc_value)
-        told(args)
+        original(args)
 
     threading.excepthook = note
     yield
-    threading.excepthook = told
+    threading.excepthook = original
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -129,7 +129,7 @@ def pytest_runtest_setup(item: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: Any, call: Any) -> Any:
-    """Report a mutant's failure that is no breach as skipped. A control must not fail at all."""
+    """Report a mutant's failure that is not a breach as skipped. A control must not fail at all."""
     report = yield
     if report.failed and not _is_control(item):
         _hung[item.cls] += call.duration >= waits.patience_s
@@ -145,17 +145,17 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Any:
 def _no_breach(item: Any, call: Any) -> str:
     """Why a failure does not count as a catch; empty if it does."""
     error = call.excinfo.value
-    said: str = call.excinfo.exconly().partition("\n")[0]
+    text: str = call.excinfo.exconly().partition("\n")[0]
     # Leaks are reported in the teardown, and break only ALL-7.
     if call.when != "call" and not (call.when == "teardown" and (item.cls, "ALL-7") in _broken(item)):
-        return f"in {call.when}: {said}"
+        return f"in {call.when}: {text}"
     breaches = (*BREACHES, *getattr(item.cls, "raises", ()))
     if not isinstance(error, breaches) and SUITES not in Path(call.excinfo.traceback[-1].path).parents:
-        return said
+        return text
     for each in (error, *_dead):
         for cause in _chain(each):
             if _is_mistake(cause):
-                return f"{said}, because of {cause!r}"
+                return f"{text}, because of {cause!r}"
     return ""
 
 

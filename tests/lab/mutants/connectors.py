@@ -28,7 +28,7 @@ from kvplug_lookup.connector.scheduler import LookupScheduler
 from kvplug_lookup.connector.worker import LookupWorker
 
 REASONS = {"fail": MissReason.STORE_GONE, "corrupt": MissReason.CORRUPT}
-"""What a store answers that fails, by the kind of the fault."""
+"""The results of a failing store, by the kind of the fault."""
 
 
 class Judged(Sides):
@@ -74,7 +74,7 @@ class Judged(Sides):
                 self._held.append((job, lambda: get(store, pages, **given)))
                 self._is_held.set()
                 return job
-            self._let_come()
+            self._complete_held()
             if not self._how:
                 return get(store, pages, **given)
             job.set([REASONS[self._how]] * job.count)
@@ -82,8 +82,8 @@ class Judged(Sides):
 
         monkeypatch.setattr(Store, "submit_get", submit_get)
 
-    def _let_come(self) -> None:
-        """What was held up comes, unless it was given up."""
+    def _complete_held(self) -> None:
+        """Complete the jobs that were held up, unless they were cancelled."""
         held, self._held = self._held, []
         for job, get in held:
             if not job.done:
@@ -113,7 +113,7 @@ class LateMutant(Judged):
             nonlocal num_steps
             num_steps = num_steps + 1 if self._held else 0
             if num_steps > 3:
-                self._let_come()
+                self._complete_held()
             if self._how in ("", "hold") and (loads := StepPlan.from_plain(metadata).loads):
                 self._how = "hold" if all(load.in_background for load in loads) else ""
             bind(side, metadata)
@@ -191,7 +191,7 @@ class TestCountsAsSavedWhatIsPlanned(Saver):
 
 @breaks(Mutant, "CONN-8")
 class TestCountsEachAnswerAsAMatch(LookupScheduler):
-    """A request is counted as often as its engine asks about it."""
+    """A request is counted once for each query of its engine."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         self._context.stats.record("match")
@@ -213,7 +213,7 @@ class TestLoadsIntoTheWrongBlock(Load):
 
 @breaks(Mutant, "CONN-2")
 class TestIsRightOnOneLayoutOnly(Load):
-    """Where heads come before tokens, the last head is forgotten."""
+    """If heads come before tokens, the last head is not loaded."""
 
     def end(self) -> None:
         super().end()
@@ -282,7 +282,7 @@ class TestLoadsWhatWasPreempted(LookupScheduler):
 
 @breaks(LateMutant, "CONN-4")
 class TestGoesOnLoadingIntoPreemptedBlocks(LookupWorker):
-    """A background load does not hear that its request was preempted."""
+    """A background load goes on when its request was preempted."""
 
     def handle_preemptions(self, request_ids: frozenset[str]) -> None:
         return None
@@ -302,7 +302,7 @@ class TestReportsBlocksOfThePreempted(LookupWorker):
 
 @breaks(Mutant, "CONN-4")
 class TestKeepsBlocksForWhoIsGone(LookupScheduler):
-    """Blocks of a request that ended are kept for a consumer, and it may be gone."""
+    """Blocks of a request that ended are kept for a consumer even if that is gone."""
 
     def request_finished(self, request: Any, block_ids: Any, end: RequestEnd) -> Any:
         super().request_finished(request, block_ids, end)
@@ -380,7 +380,7 @@ class TestSavesWhatOthersShareWithAFailedLoad(Saver):
 
 @breaks(Mutant, "CONN-7")
 class TestForgetsNothing(LookupScheduler):
-    """A reset says yes, and that is all."""
+    """A reset returns true and does nothing."""
 
     def reset_cache(self) -> bool:
         return True
@@ -388,7 +388,7 @@ class TestForgetsNothing(LookupScheduler):
 
 @breaks(Mutant, "CONN-7")
 class TestForgetsWhatIsStoredAndNotWhatIsUnderWay(LookupScheduler):
-    """A prompt of which a part was computed before a reset is stored after it."""
+    """A prompt that was partly computed before a reset is stored after it."""
 
     def reset_cache(self) -> bool:
         done = super().reset_cache()
@@ -441,7 +441,7 @@ class TestWaitsForWhatIsInTheBackground(LookupWorker):
 
 @breaks(Mutant, "CONN-9")
 class TestWaitsLongForWhatDoesNotCome(Load):
-    """A load of which nothing comes fails long after its limit."""
+    """A load that receives nothing fails long after its limit."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -450,7 +450,7 @@ class TestWaitsLongForWhatDoesNotCome(Load):
 
 @breaks(Mutant, "CONN-9")
 class TestHasStepsWaitWhereRequestsDo(LookupScheduler):
-    """Whether it loads in the background is for its option alone to say, not for the engine."""
+    """Only the option decides whether loads are in the background, not the engine."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
@@ -479,7 +479,7 @@ class TestLoadsIntoNothing(LookupWorker):
 
 @breaks(Mutant, "CONN-1")
 class TestTakesBlocksForWhatWasNeverPromised(LookupScheduler):
-    """An allocation that no promise came before is believed."""
+    """An allocation without a promise before it is accepted."""
 
     def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
         self._tracked[request.request_id].num_promised = num_external_tokens
@@ -503,7 +503,7 @@ class TestLoadsLaterThanItsStepNeeds(LookupWorker):
 
 @breaks(Mutant, "ALL-1")
 class TestShutdownWaitsForAStep(LookupScheduler):
-    """Shutdown waits until every request has ended, which no step is there for any more."""
+    """Shutdown waits for the end of every request, and no step follows that would end it."""
 
     def shutdown(self) -> None:
         if self._tracked:
@@ -534,7 +534,7 @@ class TestShutdownAndALoadWaitForEachOther(LookupWorker):
 
 @breaks(Mutant, "ALL-7")
 class TestLeavesAThread(LookupWorker):
-    """A thread that waits for work is never told that there is none."""
+    """A thread that waits for work is never stopped."""
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
@@ -574,7 +574,7 @@ class TestWaitsForAPeerThatIsGone(LookupWorker):
 
 @breaks(Mutant, "ALL-4")
 class TestNamesNoAddress(LookupScheduler):
-    """Where a peer that has not come is waited for is not said."""
+    """A TimeoutError does not name the address of the missing peer."""
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         try:

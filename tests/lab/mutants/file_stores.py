@@ -182,7 +182,7 @@ class BoundedStore(FileStore):
 
 
 class BoundedMutant(Judged, StoreContract):
-    """One fault of a store with a budget. The store without one is no control for it."""
+    """One fault of a store with a budget, which has a control of its own."""
 
     use_granularity_s = 0.0
     made = BoundedStore

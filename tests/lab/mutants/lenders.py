@@ -86,7 +86,7 @@ class TestTakesTicketsOfAnyAge(Lender):
 
 @breaks(Mutant, "REF-2")
 class TestDialsWhoeverIsNamed(P2PScheduler):
-    """Before a reference is judged, its engine is called."""
+    """A reference's engine is dialled before the reference is verified."""
 
     def _make_claim(self, tracked: Any) -> Any:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
@@ -120,7 +120,7 @@ class TestGivesBlocksBackAsSoonAsTheyAreClaimed(Lender):
 
 @breaks(Mutant, "CONN-7")
 class TestSendsWhatWasComputedBeforeAReset(Lender):
-    """A reset says yes, and that is all."""
+    """A reset returns true and does nothing."""
 
     def reset(self) -> None:
         return None

@@ -74,7 +74,7 @@ class Mutant(Made):
 
 
 class Confused(TokenIndex):
-    """Keys are compared by something else than themselves."""
+    """Keys are compared after a change."""
 
     def confused(self, key: bytes, extra: bytes) -> tuple[bytes, bytes]:
         return key, extra
@@ -207,7 +207,7 @@ class TestLosesTheEntryOfWhoGivesUp(Entries):
 
 @breaks(Mutant, "LOOKUP-4")
 class TestBelievesTheDead(Session):
-    """A caller that is gone without a word has got its entry."""
+    """The entry of a caller that has vanished counts as received."""
 
     def abort(self) -> None:
         super().abort()
@@ -217,7 +217,7 @@ class TestBelievesTheDead(Session):
 
 @breaks(Mutant, "LOOKUP-4")
 class TestWakesOneOfThoseWhoWait(Entries):
-    """An entry is offered to one of those who wait, who may wait for another one."""
+    """An entry is offered to one waiting caller only, which may wait for another entry."""
 
     def _offer_to_waiting(self, entry: HeldEntry) -> None:
         waiting = self._waiting
@@ -312,7 +312,7 @@ class TestLooksAtEveryEntry(Entries):
 
 @breaks(Mutant, "LOOKUP-7")
 class TestSelectWaits(Entries):
-    """Where nothing shares enough, select waits for an entry that does."""
+    """If no entry shares enough tokens, select waits for one."""
 
     def find(self, query: Query, on_ready: Any) -> Lease:
         deadline = Deadline.after(8.0)
@@ -362,7 +362,7 @@ class TestReadersGetTheEntryItself(SimpleStore):
 
 @breaks(Mutant, "ALL-1")
 class TestCloseLeavesThoseWhoWait(Entries):
-    """Who waits when the store is closed goes on waiting."""
+    """A caller that waits when the store is closed keeps waiting."""
 
     def close(self) -> None:
         self.closed = True
@@ -370,7 +370,7 @@ class TestCloseLeavesThoseWhoWait(Entries):
 
 @breaks(Mutant, "ALL-1")
 class TestAnswersAfterItsEnd(Entries):
-    """A store that is closed still says what it holds: nothing."""
+    """A closed store answers a match with 0."""
 
     def match(self, query: Query) -> int:
         return 0 if self.closed else super().match(query)
@@ -395,7 +395,7 @@ class TestTheStoresEndIsNotHeardOf(ReachingEnd):
 
 @breaks(Mutant, "ALL-4", "LOOKUP-4")
 class TestIgnoresTimeouts(SimpleStore):
-    """Who waits for an entry waits for ever."""
+    """A caller that waits for an entry waits for ever."""
 
     def drop_select(self, *args: Any, **given: Any) -> Any:
         return super().drop_select(*args, **given | {"timeout": None})
@@ -403,7 +403,7 @@ class TestIgnoresTimeouts(SimpleStore):
 
 @breaks(Mutant, "ALL-4")
 class TestGivesUpEarly(Entries):
-    """Who waits for room waits half as long as it may."""
+    """A caller that waits for room waits half of its timeout."""
 
     def reserve(self, nbytes: int, deadline: Deadline) -> None:
         left = deadline.remaining()

@@ -54,7 +54,7 @@ class Late(Mutant):
 
 
 class Counting(MemoryPipe):
-    """Knows the number of the message that is sent, from 1."""
+    """Counts the messages that it sends, from 1."""
 
     number = 0
 
@@ -212,7 +212,7 @@ class TestQueuesAlthoughItTimedOut(MemoryPipe):
 
 @breaks(Mutant, "PIPE-2")
 class TestNeverSeesThatThereIsRoom(MemoryPipe):
-    """A sender that has to wait is not told that there is room again."""
+    """A sender that has to wait is not woken when there is room again."""
 
     def _queue(self, message: PipeMessage, deadline: Deadline) -> None:
         with contextlib.suppress(TimeoutError):
@@ -232,7 +232,7 @@ class TestHoldsTwiceTheLimit(MemoryPipe):
 
 @breaks(Mutant, "PIPE-3")
 class TestNothingWeighsNothing(MemoryPipe):
-    """Messages without content count for nothing, and pile up without bound."""
+    """Messages without content have no cost, so that any number of them is queued."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -329,7 +329,7 @@ class TestReceiverHasNoDeadline(MemoryPipe):
 
 @breaks(Mutant, "ALL-4")
 class TestTakesNoneForTheDefault(MemoryPipe):
-    """``timeout=None`` is what saying nothing is."""
+    """``timeout=None`` is taken for the default timeout."""
 
     def recv_tensor(self, out: Any = None, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
         return super().recv_tensor(out, timeout=DEFAULT_TIMEOUT if timeout is None else timeout)
@@ -337,7 +337,7 @@ class TestTakesNoneForTheDefault(MemoryPipe):
 
 @breaks(Mutant, "ALL-4")
 class TestIgnoresTheContext(MemoryPipe):
-    """Where nothing is said a receiver waits for ever."""
+    """Without a timeout a receiver waits for ever."""
 
     def recv_tensor(self, out: Any = None, *, timeout: Any = None) -> Any:
         return super().recv_tensor(out, timeout=timeout)
@@ -378,7 +378,7 @@ class TestLosesWhatComesTooLate(MemoryPipe):
 
 
 class NoExclusiveUse:
-    """Everybody may."""
+    """Any number of threads may enter."""
 
     def taken(self) -> Any:
         return contextlib.nullcontext()
@@ -386,7 +386,7 @@ class NoExclusiveUse:
 
 @breaks(Mutant, "PIPE-7")
 class TestLetsTwoSend(MemoryPipe):
-    """A second sender gets in."""
+    """A second sender is not refused."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -395,7 +395,7 @@ class TestLetsTwoSend(MemoryPipe):
 
 @breaks(Mutant, "PIPE-7")
 class TestLetsTwoReceive(MemoryPipe):
-    """A second receiver gets in."""
+    """A second receiver is not refused."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -440,7 +440,7 @@ class TestSendsWhatNoKernelHasWritten(MemoryPipe):
 
 @breaks(Mutant, "ALL-1")
 class TestClosesOnce(MemoryPipe):
-    """Closing what is closed raises."""
+    """Closing a second time raises."""
 
     def close(self, timeout: Any = DEFAULT_TIMEOUT) -> None:
         if self.closed:
@@ -511,7 +511,7 @@ class TestSendsIntoTheVoid(MemoryPipe):
 
 @breaks(Late, "ALL-5")
 class TestSwallowsAFailure(MemoryPipe):
-    """What was under way when a pipe ended is forgotten: a failure is only logged."""
+    """Transfers under way when a pipe ends never end: their failure is only logged."""
 
     def _release(self) -> None:
         for end in (self, self._other):
@@ -533,7 +533,7 @@ class TestNeverFinishes(MemoryPipe):
 
 @breaks(Mutant, "END-1")
 class TestChokesOnGarbage(MemoryEndpoint):
-    """A string that is no contact is a KeyError."""
+    """A malformed contact raises KeyError."""
 
     def connect(self, contact: str, timeout: Any = DEFAULT_TIMEOUT) -> Any:
         memory._listeners[contact]
@@ -542,7 +542,7 @@ class TestChokesOnGarbage(MemoryEndpoint):
 
 @breaks(Mutant, "END-1")
 class TestIgnoresWhomItIsFor(MemoryEndpoint):
-    """The newest listener is connected, whatever the contact says."""
+    """The newest listener is connected, whatever the contact is."""
 
     def connect(self, contact: str, timeout: Any = DEFAULT_TIMEOUT) -> Any:
         if contact in memory._listeners:
@@ -566,7 +566,7 @@ class TestForgetsTheFirstPair(MemoryListener):
 
 @breaks(Mutant, "ALL-7")
 class TestKeepsAPartOfEveryPipe(MemoryPipe):
-    """200 KB of each pipe are never let go."""
+    """200 KB of each pipe are never freed."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -96,7 +96,7 @@ class TestBeginsWhereItAttaches(Reader):
 
 @breaks(Mutant, "QUEUE-1")
 class TestDropsTheOldestOfWhoSleeps(Reader):
-    """A reader that has asked for nothing for half a second loses its oldest message, in silence."""
+    """A reader that has not read for half a second loses its oldest message, without an error."""
 
     asked_at = float("inf")
 
@@ -121,7 +121,7 @@ class TestReceivesIntoTheSameMemory(Reader):
 
 @breaks(Mutant, "QUEUE-1")
 class TestHasAHandleThatOnlyTheWireCarries(Writer):
-    """There are bytes in the handle, and JSON has none."""
+    """The handle contains bytes, which JSON cannot carry."""
 
     def export_handle(self) -> QueueEndpoint.Handle:
         handle = super().export_handle()
@@ -247,7 +247,7 @@ class TestIgnoresCancel(Reader):
 
 @breaks(Mutant, "ALL-4", "QUEUE-5")
 class TestSendsWhatTimedOut(Writer):
-    """A message for which there was no room in time is sent all the same."""
+    """A message that found no room in time is sent all the same."""
 
     def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         try:
@@ -260,7 +260,7 @@ class TestSendsWhatTimedOut(Writer):
 
 @breaks(Mutant, "ALL-4")
 class TestMixesTwoThreads(Reader):
-    """Two threads may wait at one reader, and which one gets the message is left to chance."""
+    """Two threads may wait at one reader, and either may get the message."""
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
@@ -274,7 +274,7 @@ class TestMixesTwoThreads(Reader):
 
 @breaks(Mutant, "QUEUE-4")
 class TestSpins(Reader):
-    """A reader asks again and again without a pause."""
+    """A waiting reader polls without a pause."""
 
     @staticmethod
     def _poll(descriptors: list[int], seconds: float | None) -> None:
@@ -406,7 +406,7 @@ class TestWaitsForADeadWriter(Reader):
 
 @breaks(Mutant, "ALL-9")
 class TestLetsTheSystemsErrorThrough(RelayEndpoint):
-    """Where no descriptor is left, an end is refused with what the system says, and no error of kvplug's."""
+    """Without a free descriptor an end raises the system's error, not kvplug's."""
 
     def create(self, reader_ranks: Any = None) -> Any:
         os.close(os.dup(0))

@@ -61,7 +61,7 @@ class Mutant(SinkContract):
 
 @breaks(Mutant, "SINK-1")
 class TestTakesWhatItKnows(MemorySink):
-    """An operation that it does not know is an error."""
+    """An unknown operation is an error."""
 
     def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
         super().emit(snapshot, labels)
@@ -99,7 +99,7 @@ class TestSetsInsteadOfAdding(MemorySink):
 
 @breaks(Mutant, "SINK-2")
 class TestDropsTheLast(MemorySink):
-    """What was emitted last is sent with the next, and there is no next at the end."""
+    """A snapshot is sent with the next one, so that the last is never sent."""
 
     waiting: StatsSnapshot | None = None
 
@@ -111,7 +111,7 @@ class TestDropsTheLast(MemorySink):
 
 @breaks(Mutant, "SINK-3")
 class TestLeavesADescriptor(MemorySink):
-    """Closing forgets a descriptor."""
+    """Closing leaves a descriptor open."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)

@@ -93,7 +93,7 @@ class TestWakesNobody(SamplePipe):
 
 @breaks(Mutant, "ALL-2")
 class TestReturnsWhatCameOfAMessage(SamplePipe):
-    """When the peer dies in the middle of a message, what came of it is returned as if it were whole."""
+    """When the peer dies in the middle of a message, the received part is returned as the whole message."""
 
     def _fill(self, *args: Any) -> bool:
         try:
@@ -126,7 +126,7 @@ class ByteByByte(SamplePipe):
 
     @property
     def in_header(self) -> bool:
-        """Whether a part of a header is all that has come of the next message."""
+        """Whether only a part of a header has come of the next message."""
         return bool(self._prefix)
 
     def _missing(self) -> int:
@@ -149,7 +149,7 @@ class TestWaitsForTheRestOfAHeader(ByteByByte):
 
 @breaks(Mutant, "ALL-2")
 class TestTakesAPartOfAHeaderForNone(ByteByByte):
-    """When the peer dies in the middle of a header, what came of it is taken for the message ``None``."""
+    """When the peer dies in the middle of a header, the received part is taken for the message ``None``."""
 
     def _next_message(self, deadline: Deadline) -> PartialMessage:
         try:
@@ -321,7 +321,7 @@ class TestLeavesAName(Wrapper):
 
 @breaks(Mutant, "ALL-7")
 class TestKeepsEverySource(SamplePipe):
-    """What was sent is never let go, though its transfer is done."""
+    """What was sent is never freed, though its transfer is done."""
 
     def send_tensor(self, tensor: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
         vars(self).setdefault("sent", []).append(tensor)
@@ -367,7 +367,7 @@ class TestKeepsTheProgramFromLeaving(SamplePipe):
 
 
 class Short(Mutant):
-    """A connect that meets a shortage ends as :meth:`meet` says."""
+    """A connect that meets a shortage ends by :meth:`meet`."""
 
     def make_endpoint(self, context: Any) -> Any:
         endpoint = super().make_endpoint(context)

@@ -1,4 +1,4 @@
-"""Listeners and diallers over real sockets, with strangers at the door."""
+"""Listeners and diallers over real sockets, also with peers that do not prove themselves."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def test_addresses_and_secrets_are_checked_as_everywhere() -> None:
 
 
 def test_strangers_at_the_store_delay_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Strangers are put up with for longer than the ranks wait: who is delayed by one fails.
+    # Strangers are tolerated for longer than the ranks wait: a rank that one delays fails.
     patience_s, wait_s = 600, 60
     monkeypatch.setattr(store, "_ANSWER_TIMEOUT_S", patience_s)
     monkeypatch.setattr("kvplug.net.trust.listener._PROOF_TIMEOUT_S", patience_s)

@@ -1,4 +1,4 @@
-"""Headers of pages: what is wrong with a page, or who forged it, is found and named."""
+"""Headers of pages: a wrong or forged page is detected, with its reason."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ struct setting {
 /* GATE: streams stay where a gate was put in them while it is 1. */
 enum { GATE };
 
-/* A library lists its settings as SETTING(CONSTANT, "name", initial, counts); fake.py says what they mean. These
+/* A library lists its settings as SETTING(CONSTANT, "name", initial, counts); fake.py explains them. These
  * two make constants of the list, which the functions below take, and the table. */
 #define AS_CONSTANT(constant, name, initial, counts) constant,
 #define AS_SETTING(constant, name, initial, counts) [constant] = {name, initial, counts, 0},

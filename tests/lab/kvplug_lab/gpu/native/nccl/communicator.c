@@ -43,7 +43,7 @@ static void leave(ncclComm_t comm) {
     pthread_mutex_unlock(&comm->lock);
 }
 
-/* As a kernel does: an operation that failed ends only by an abort. The state tells. */
+/* As a kernel does: an operation that failed ends only by an abort. The state shows it. */
 static void judge(ncclComm_t comm, enum outcome outcome) {
     int lost = (int)setting(PEER_RESULT);
     if (outcome == DONE || outcome == ABORTED)

@@ -11,7 +11,7 @@ typedef struct {
     char internal[128];
 } ncclUniqueId;
 
-/* Never freed, so that one that was destroyed is told from one that is there. */
+/* Never freed, so that one that was destroyed is distinguished from one that exists. */
 struct ncclComm {
     _Atomic uint64_t magic;
     struct mesh mesh;

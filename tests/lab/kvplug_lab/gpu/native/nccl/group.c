@@ -59,7 +59,7 @@ ncclResult_t enqueue(const char *function, ncclComm_t comm, void *stream, struct
     bool pair = operation.kind == SEND || operation.kind == RECV;
     struct event now;
     if (operation.type < 0 || operation.type >= TYPES || operation.op) {
-        warn("%s : invalid type %d, or reduction operation %d, which is no sum", function, operation.type,
+        warn("%s : invalid type %d, or reduction operation %d, which is not a sum", function, operation.type,
              operation.op);
         result = ncclInvalidArgument;
     } else if (operation.peer < 0 || operation.peer >= comm->mesh.nranks) {
@@ -67,7 +67,7 @@ ncclResult_t enqueue(const char *function, ncclComm_t comm, void *stream, struct
              comm->mesh.nranks - 1);
         result = ncclInvalidArgument;
     } else if (!stream_record(stream, &now)) {
-        warn("%s : %p is no stream", function, stream);
+        warn("%s : %p is not a stream", function, stream);
         result = ncclInvalidArgument;
     } else if (comm->suspended) {
         warn("%s : the communicator is suspended", function);

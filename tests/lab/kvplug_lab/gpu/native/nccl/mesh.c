@@ -94,7 +94,7 @@ static enum outcome accept_one(struct mesh *mesh, int listener) {
         mesh->sockets[hello.rank] = fd;
         mesh->hellos[hello.rank] = hello;
     } else
-        mesh->refused = fd; /* who is refused is told nothing, and waits as long as we do: so does NCCL */
+        mesh->refused = fd; /* the refused rank gets no message, and waits as long as this one, as with NCCL */
     return outcome;
 }
 
