@@ -37,7 +37,7 @@ def test_its_options_are_shown_and_read(kept: Any) -> None:
     assert "greeting" in shown
     assert "1 MiB" in shown
     given = '{"greeting": "loud", "chunk_bytes": "64 KiB", "poll_s": "20 ms"}'
-    answer = kept.ask(
+    answer = kept.evaluate(
         f"""
         cls = registry.get(Kind.PIPE, "kept-pipe").load_options()
         made = check_options(cls, {given})

@@ -33,7 +33,7 @@ def test_promtool_accepts_the_rules() -> None:
 @pytest.mark.timeout(400)
 def test_no_panel_is_empty_and_each_alert_fires_for_its_fault_and_in_no_good_run() -> None:
     with monitored.Run(FOLDER / "alerts.yml") as run:
-        rules = run.prometheus.ask("rules", type="alert")["groups"][0]["rules"]
+        rules = run.prometheus.request("rules", type="alert")["groups"][0]["rules"]
         assert {rule["name"] for rule in rules} == {alert for alert, _ in run.expected}
         run.work(12)
         assert not run.prometheus.firing(), "nothing is wrong yet"

@@ -77,7 +77,7 @@ UNIMPORTED = ("no API", "API not a literal", "next major", "last major", "next m
 def test_a_broken_plugin_is_kept_with_its_reason_and_stops_no_other(site: Any, case: str) -> None:
     source, reason = BROKEN[case]
     site.add("bad", source)
-    bad, near = site.ask(
+    bad, near = site.evaluate(
         "found = [p for p in registry.plugins if p.name in ('bad', 'neighbour')]\n"
         "answer = [[p.name, p.status, p.reason, len(p.specs)] for p in found]"
     )
@@ -111,7 +111,7 @@ def test_an_entry_point_that_leads_nowhere_or_to_a_hook_is_broken(
 
 
 def test_the_error_for_a_name_that_nothing_offers_explains_how_a_plugin_is_found(site: Any) -> None:
-    message = site.ask(
+    message = site.evaluate(
         "from kvplug.transport.spec import Kind\n"
         "try:\n"
         "    registry.get(Kind.PIPE, 'some-other')\n"
@@ -123,7 +123,7 @@ def test_the_error_for_a_name_that_nothing_offers_explains_how_a_plugin_is_found
 
 def test_the_error_for_a_name_of_another_kind_names_that_kind(site: Any) -> None:
     site.add("good", pipe("other"))
-    message = site.ask(
+    message = site.evaluate(
         "from kvplug.transport.spec import Kind\n"
         "try:\n"
         "    registry.get(Kind.CONNECTOR, 'other')\n"
@@ -151,7 +151,7 @@ def failed(site: Any, **environment: str) -> list[str]:
     except (PluginLoadError, ConfigError) as e:
         answer = f"{{type(e).__name__}}: {{e}}"
     """
-    return str(site.ask(code)).splitlines()
+    return str(site.evaluate(code)).splitlines()
 
 
 def test_strict_mode_raises_with_every_plugin_that_does_not_load(site: Any) -> None:

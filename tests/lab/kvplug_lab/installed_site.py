@@ -100,13 +100,13 @@ class Site:
         with self.server().start(target, given, *place, timeout_s=timeout_s) as child:
             return child.result(timeout_s)
 
-    def ask(self, code: str, **environment: str) -> Any:
+    def evaluate(self, code: str, **environment: str) -> Any:
         """The value that ``code`` assigns to ``answer``. It may use ``registry``."""
         return json.loads(self.forked(f"{__file__}:answer", textwrap.dedent(code), environment))
 
     def plugin(self, name: str, **environment: str) -> dict[str, Any]:
         """The plugin with this name, from the registry of a child process."""
-        (found,) = self.ask(
+        (found,) = self.evaluate(
             f"""
             answer = [
                 dict(version=p.version, status=p.status, reason=p.reason, api=p.api,
@@ -142,7 +142,7 @@ registry = Registry.from_env()
 
 
 def answer(parent: Parent, code: str, *place: Any) -> str:
-    """In a child: run the code of :meth:`Site.ask`."""
+    """In a child: run the code of :meth:`Site.evaluate`."""
     enter(*place)
     scope: dict[str, Any] = {"__name__": "__main__"}
     exec(HEADER + code, scope)  # noqa: S102 - the code is the test's own

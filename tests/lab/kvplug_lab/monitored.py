@@ -88,7 +88,7 @@ class Prometheus:
             return True
         return False
 
-    def ask(self, path: str, **given: object) -> Any:
+    def request(self, path: str, **given: object) -> Any:
         """The data of an answer of its API."""
         url = f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(given)}"
         with urllib.request.urlopen(url, timeout=20) as answer:
@@ -97,7 +97,7 @@ class Prometheus:
     def firing(self) -> set[tuple[str, str]]:
         """Each alert that has fired, with its job."""
         query = 'count by (alertname, job) (max_over_time(ALERTS{alertstate="firing"}[1h]))'
-        found = self.ask("query", query=query)["result"]
+        found = self.request("query", query=query)["result"]
         return {(each["metric"]["alertname"], each["metric"]["job"]) for each in found}
 
     def close(self) -> None:
@@ -416,7 +416,7 @@ class Run:
     def series(self, expression: str) -> list[dict[str, Any]]:
         """The series of an expression of the dashboard, over the whole run."""
         now = time.time()
-        found: list[dict[str, Any]] = self.prometheus.ask(
+        found: list[dict[str, Any]] = self.prometheus.request(
             "query_range", query=scaled(expression, self.minute_s), start=self.begun_at, end=now, step=1
         )["result"]
         return found
@@ -424,7 +424,7 @@ class Run:
     def exemplars(self, name: str) -> list[Any]:
         """The traces that observations of a metric name."""
         given = {"query": name, "start": self.begun_at, "end": time.time()}
-        found: list[Any] = self.prometheus.ask("query_exemplars", **given)
+        found: list[Any] = self.prometheus.request("query_exemplars", **given)
         return found
 
 
