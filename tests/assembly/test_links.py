@@ -79,9 +79,7 @@ def test_closing_wakes_a_call_that_connects(is_silent: bool) -> None:
             accepted.close()
 
 
-def test_closed_peers_neither_dial_nor_listen_and_without_retry_a_missing_listener_is_an_error_at_once() -> (
-    None
-):
+def test_closed_peers_neither_dial_nor_listen_and_without_retry_a_dial_fails_at_once() -> None:
     peers = ControlPeers(settings(), listen="unix:", connect="unix:@kvplug-test-links-no-listener")
     begun = time.monotonic()
     with pytest.raises(PeerGoneError, match="no-listener"):

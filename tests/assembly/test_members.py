@@ -187,9 +187,7 @@ def test_a_listener_that_failed_is_called_again(members: Any, directory: InMemor
     assert calls[0] == calls[1] != ()
 
 
-def test_a_wait_for_a_directory_that_never_answers_fails_with_the_reason(
-    members: Any, directory: InMemory
-) -> None:
+def test_a_wait_for_a_directory_that_never_answers_has_the_reason(members: Any, directory: InMemory) -> None:
     directory.error = ConnectionRefusedError("no server")
     reader = members("reader")
     reader.follow(Follower())

@@ -248,7 +248,7 @@ def test_what_a_plain_pipe_does_not_do_is_refused(given: dict[str, Any], message
 
 
 @pytest.mark.parametrize("name", ["cpu", "shm"])
-def test_a_peer_that_is_killed_counts_as_a_failure_and_one_that_closes_does_not(
+def test_a_killed_peer_counts_as_a_failure_and_one_that_closes_does_not(
     name: str, fork_server, caplog
 ) -> None:
     with listen_pipe(counted(caplog, name), "unix:") as server:

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -32,7 +31,6 @@ from kvplug_testing.sources import at_source, source_of
 Maker: TypeAlias = Callable[..., Any]
 """What makes the subject of a suite."""
 
-_COLLECTED = Path(__file__).with_name("contract") / "collected_suites.py"
 _METHODS: Mapping[Kind, str] = {
     Kind.QUEUE: "make_endpoint",
     Kind.LOOKUP_BUFFER: "make_endpoint",
@@ -165,7 +163,7 @@ def _check(kind: Kind, make: Maker | None, settings: Mapping[str, Any]) -> Score
     arguments += ["-p", "no:cacheprovider", "-p", "no:faulthandler", "--noconftest"]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning", *(f"--kvplug-law={law}" for law in laws)]
     with _alone(suite):
-        code = pytest.main([*arguments, str(_COLLECTED)], plugins=[keep])
+        code = pytest.main([*arguments, str(suites.COLLECTED)], plugins=[keep])
     if not cards or code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise AssertionError(f"no test ran: pytest ended with {code!r}; its message is above")
     (card,) = cards
@@ -188,7 +186,7 @@ def _alone(suite: type[Contract]) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("PYTEST_ADDOPTS", raising=False)
             patch.setattr(suites, "chosen", [suite])
-            patch.delitem(sys.modules, f"{suites.__package__}.{_COLLECTED.stem}", raising=False)
+            patch.delitem(sys.modules, f"{suites.__package__}.{suites.COLLECTED.stem}", raising=False)
             yield
     finally:
         if is_main:

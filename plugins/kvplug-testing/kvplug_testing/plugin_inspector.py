@@ -137,9 +137,7 @@ class _Inspector:
             if not isinstance(probe, Probe):
                 raise TypeError(f"it returned {probe!r}, not a Probe")
             if not probe.viable and not probe.reason:
-                self._breach(
-                    "PLUGIN-3", f"{step} reports that the transport cannot work here, without a reason"
-                )
+                self._breach("PLUGIN-3", f"{step} returns viable=False without a reason")
             has_domain = not probe.viable or bool(probe.domain)
         return has_domain
 

@@ -20,16 +20,17 @@ _NAME = "kvplug_judge"
 _PROPERTY = "kvplug"
 _NOTHING_JUDGED = (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR)
 """Exit codes of a run that does not overwrite an earlier report."""
-_CHOSEN = Path(__file__).with_name("contract") / "collected_suites.py"
 
 
 class _Folder(pytest.File):
-    """A folder above :data:`_CHOSEN`. pytest loads the ``conftest.py`` of its own folders, here that of any
-    project that the environment happens to lie in."""
+    """A folder above :data:`.suites.COLLECTED`. pytest loads the ``conftest.py`` of its own folders, here
+    that of any project that the environment happens to lie in."""
 
     def collect(self) -> Iterator[pytest.Collector]:
-        below = next(path for path in (_CHOSEN, *_CHOSEN.parents) if path.parent == self.path)
-        kind = pytest.Module if below == _CHOSEN else _Folder
+        below = next(
+            path for path in (suites.COLLECTED, *suites.COLLECTED.parents) if path.parent == self.path
+        )
+        kind = pytest.Module if below == suites.COLLECTED else _Folder
         yield kind.from_parent(self, path=below)
 
 
@@ -70,14 +71,14 @@ class Reporter:
         if chosen:
             suites.chosen[:] = chosen
             by_hand = config.args_source is pytest.Config.ArgsSource.ARGS
-            config.args = [*(config.args if by_hand else ()), str(_CHOSEN)]
+            config.args = [*(config.args if by_hand else ()), str(suites.COLLECTED)]
             self._is_alone = not by_hand
 
     # -- before ----------------------------------------------------------------------------------
 
     def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
         rootdir = parent.config.rootpath
-        is_above = path in _CHOSEN.parents and path not in (rootdir, *rootdir.parents)
+        is_above = path in suites.COLLECTED.parents and path not in (rootdir, *rootdir.parents)
         return _Folder.from_parent(parent, path=path) if is_above and self._is_alone else None
 
     def select(self, config: pytest.Config, items: list[pytest.Item]) -> None:

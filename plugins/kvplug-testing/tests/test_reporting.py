@@ -88,9 +88,7 @@ def package(tmp_path: Path) -> Package:
     return Package(tmp_path)
 
 
-def test_a_run_quotes_the_broken_laws_and_reports_each_outcome_with_its_reason(
-    package: Package,
-) -> None:
+def test_a_run_quotes_the_broken_laws_and_reports_each_outcome_with_its_reason(package: Package) -> None:
     done = package.judge("--kvplug-report", "card.md", "--kvplug-report", "card.json")
     assert done.returncode == 1
     assert "law PIPE-5 (receiving into memory)" in done.stdout.partition("short test summary")[2]

@@ -208,7 +208,7 @@ def test_dial_until_names_what_the_listener_lacked_until_the_deadline(
 
 
 @pytest.mark.parametrize(("address", "credentials"), MEETINGS[:3])
-def test_strangers_that_are_silent_or_send_garbage_delay_no_other(
+def test_strangers_that_are_silent_or_send_garbage_delay_no_peer(
     address: str, credentials: Credentials
 ) -> None:
     with accepting(address, credentials, "test") as listener, ExitStack() as stack:

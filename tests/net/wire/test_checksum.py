@@ -43,7 +43,7 @@ def test_one_flipped_bit_is_found(data: bytes, at: st.DataObject, name: str) -> 
     assert digest(name, data) != digest(name, flipped)
 
 
-def test_without_xxhash_nothing_is_available_and_a_digest_fails_with_the_reason(
+def test_without_xxhash_nothing_is_available_and_a_digest_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert available() == NAMES == ("xxh3_64", "xxh3_128")

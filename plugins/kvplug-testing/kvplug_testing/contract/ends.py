@@ -196,9 +196,7 @@ class End:
         """The calls that do not raise ``ClosedError``; empty if all do."""
         calls = _with(timeout, self.calls()) | {**self.untimed()}
         wrong = self._unlike(calls, lambda kinds: "ClosedError" in kinds)
-        return wrong or (
-            "" if self.closed() is not False else f"{self.role} does not report that it is closed"
-        )
+        return wrong or ("" if self.closed() is not False else f"{self.role}: closed() is false")
 
     def wrong_timeouts(self, timeout: Any) -> str:
         """The calls that do not refuse such a timeout with a ``ValueError``, which blames neither themselves

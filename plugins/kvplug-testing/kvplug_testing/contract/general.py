@@ -292,9 +292,7 @@ class General(LiedTo, Exhaustion):
                     call.raised(end.gone)
 
     @law("ALL-2", needs="another_host")
-    def test_blocked_and_later_calls_fail_when_a_process_on_another_host_is_killed(
-        self,
-    ) -> None:
+    def test_blocked_and_later_calls_fail_when_a_process_on_another_host_is_killed(self) -> None:
         self._some_need_another()
         for role in self._roles:
             with self.scope():
@@ -353,7 +351,7 @@ class General(LiedTo, Exhaustion):
 
     @law("ALL-4")
     @pytest.mark.parametrize("timeout", [0, DEADLINE_S])
-    def test_a_call_that_waits_in_vain_ends_at_its_deadline_and_names_what_it_waited_for(
+    def test_a_call_that_waits_in_vain_ends_at_its_deadline_and_names_the_reason(
         self, timeout: float
     ) -> None:
         self._time_out(timeout, timeout)
@@ -445,7 +443,7 @@ class General(LiedTo, Exhaustion):
                     each.result()
 
     @law("ALL-5", needs="other_and_forked_processes", level="long", timeout_s=120)
-    def test_an_interrupt_of_a_blocked_call_leaves_an_end_that_works_or_reports_that_it_is_broken(
+    def test_an_interrupt_of_a_blocked_call_leaves_an_end_that_works_or_is_broken_and_reports_it(
         self,
     ) -> None:
         if not any(end.facts["unclogged"] for end in self._partners(self._facts())):

@@ -68,9 +68,7 @@ class LiedTo(Contract):
         return True
 
     @law("ALL-10", needs="lied_to_processes", timeout_s=300, level="long")
-    def test_whatever_the_other_end_sends_each_call_ends_in_time_with_a_valid_result_or_an_error(
-        self,
-    ) -> None:
+    def test_whatever_the_other_end_sends_each_call_ends_in_time_and_is_valid_or_fails(self) -> None:
         child = self.start_forked(_RUN, self.suite_ref(), self.lies, timeout_s=_LIFE_S)
         change = "nothing was changed"
         while True:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import re
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import metadata
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from kvplug import ConfigError, Registry
 from kvplug.kit import TRANSPORTS, Kind, UnknownTransportError, did_you_mean, discover, option_fields
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.plugin import PluginContract
+from kvplug_testing.sources import at_source
 
 _SUITES = {
     Kind.PIPE: "kvplug_testing.contract.pipe:PipeContract",
@@ -27,17 +28,13 @@ _SUITES = {
 }
 
 chosen: list[type[Contract]] = []
-"""The suites of the subjects on the command line. pytest collects them in ``collected_suites``."""
+"""The suites of the subjects on the command line. pytest collects them in :data:`COLLECTED`."""
+COLLECTED: Final = Path(__file__).with_name("collected_suites.py")
 
 
 def suite_of(kind: Kind) -> type[Contract]:
     """The suite of a kind."""
-    return _loaded(_SUITES[kind])
-
-
-def _loaded(source: str) -> type[Contract]:
-    module, _, name = source.partition(":")
-    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    return at_source(_SUITES[kind])  # type: ignore[no-any-return]
 
 
 def installed(

@@ -187,9 +187,7 @@ class FakeEngine:
             found, is_async = self.scheduler.get_num_new_matched_tokens(request, num_computed)
             if found is not None:
                 return found, is_async
-            assert time.monotonic() < limit, (
-                f"get_num_new_matched_tokens has returned 'not yet' for {PATIENCE_S} s"
-            )
+            assert time.monotonic() < limit, f"get_num_new_matched_tokens: 'not yet' for {PATIENCE_S} s"
             time.sleep(0.0005)
 
     def finish(

@@ -46,11 +46,9 @@ class LoadAudit:
         total, end = len(request.token_ids), num_computed + (found or 0)
         if found is None or (found == 0 and not is_async):
             return
-        promised = f"{found} tokens beyond {num_computed} are promised to {request.request_id}, of {total}"
-        assert found > 0, f"{promised}, in the background: {is_async}"
-        assert end == total or (end < total and end % self._cache.block_size == 0), (
-            f"{promised}: no whole blocks"
-        )
+        text = f"{found} tokens beyond {num_computed} are promised to {request.request_id}, of {total}"
+        assert found > 0, f"{text}, in the background: {is_async}"
+        assert end == total or (end < total and end % self._cache.block_size == 0), f"{text}: no whole blocks"
 
     def plan(self, step: int) -> bool:
         """Assign the loads begun since the last plan to this step. Returns whether it must wait for one."""
@@ -78,10 +76,8 @@ class LoadAudit:
     def _check(self, load: Load, step: int) -> None:
         who = f"request {load.request.request_id}, tokens {load.start} to {load.end}"
         wrong = self._cache.wrong_blocks(load.request.token_ids, load.blocks, load.start, load.end)
-        unreported = sorted(wrong - load.invalid)
-        assert not unreported, (
-            f"step {step}: wrong KV was loaded into blocks {unreported} ({who}), and not reported"
-        )
+        silent = sorted(wrong - load.invalid)
+        assert not silent, f"step {step}: wrong KV was loaded into blocks {silent} ({who}), and not reported"
         if load.invalid:
             self.num_failed += 1
             assert not self.must_arrive, f"step {step}: what was promised did not come ({who})"

@@ -58,9 +58,7 @@ class Promises(ConnectorSuite):
         found, _ = self.run(decode.matched, prompt)
         beside = self.num_promised(decode, attrs.evolve(prompt, request_id="b"))
         assert beside == found > 0, f"{found} tokens are promised, and {beside} of the same prompt beside it"
-        assert self.run(decode.ask, prompt, BLOCK)[0] == found - BLOCK, (
-            "the second answer differs from the first"
-        )
+        assert self.run(decode.ask, prompt, BLOCK)[0] == found - BLOCK, "the second answer is another one"
 
     # -- the order of calls: the random schedules make the allowed ones ------------------------------
 
@@ -128,9 +126,7 @@ class Promises(ConnectorSuite):
         wanted = num_loaded, num_loaded * KV_OF_A_TOKEN
         assert size == wanted, f"{num_loaded} tokens were loaded: {loaded}"
         late = self.run(decode.figures)  # messages on its pipes may arrive after the last load
-        assert not done(late, "load") + failed(late, "load"), (
-            f"nothing was loaded since, and these are its figures: {late}"
-        )
+        assert not done(late, "load") + failed(late, "load"), f"no load has ended since the last: {late}"
         self.skip_unless_injected()
         assert num_failed == 2, f"2 loads were made to fail, and {num_failed} have"
 

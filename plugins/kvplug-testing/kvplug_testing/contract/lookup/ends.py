@@ -15,8 +15,9 @@ from kvplug_testing.comparison import UnlikeError
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of
 from kvplug_testing.contract.general import PART_BYTES, General
-from kvplug_testing.contract.lookup.entries import Put, Sink, answered, random_tensor, unlike
+from kvplug_testing.contract.lookup.entries import Put, Sink, answered, unlike
 from kvplug_testing.contract.lookup.suite import LookupSuite, insert, pipe_endpoint
+from kvplug_testing.contract.pipe.content import tensor_of
 
 _ROOM: Final = 3
 """How many entries of exchanges fit into the store."""
@@ -27,8 +28,8 @@ _read: Final[list[Entry]] = []
 
 def _numbered(number: int) -> Put:
     """An entry that is the same in every process."""
-    key = random_tensor("float32", (2, 2, 2, 4), seed=number)
-    hidden = random_tensor("uint8", (PART_BYTES,), seed=number + 1)
+    key = tensor_of("float32", (2, 2, 2, 4), seed=number)
+    hidden = tensor_of("uint8", (PART_BYTES,), seed=number + 1)
     metadata = {"number": number}
     return Put(tokens=[number, number + 1], key=key, value=key, hidden=hidden, metadata=metadata)
 

@@ -19,7 +19,6 @@ SIZED = 32 << 10
 _OVERHEAD = 3 << 10
 
 _tags = itertools.count(1)
-random_tensor = tensor_of
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -78,7 +77,7 @@ def entry(
     shape = (layers, len(tokens), 2, 4)
     parts = {"key": shape, "value": shape, "hidden": (hidden,)}
     made = {
-        name: None if name in without else random_tensor(dtype, of, seed=3 * tag + number)
+        name: None if name in without else tensor_of(dtype, of, seed=3 * tag + number)
         for number, (name, of) in enumerate(parts.items())
     }
     return Put(tokens=tokens, roi=roi, extra=extra, metadata={"tag": tag, "of": [b"it", None]}, **made)

@@ -15,15 +15,7 @@ import pytest
 from kvplug import TimeoutError
 from kvplug.engine import EntryGoneError
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.lookup.entries import (
-    Put,
-    Sink,
-    capacity_for,
-    entry,
-    random_tensor,
-    sized,
-    unlike,
-)
+from kvplug_testing.contract.lookup.entries import Put, Sink, capacity_for, entry, sized, unlike
 from kvplug_testing.contract.lookup.suite import (
     LookupSuite,
     at_both_ends,
@@ -33,7 +25,7 @@ from kvplug_testing.contract.lookup.suite import (
     read,
     taken,
 )
-from kvplug_testing.contract.pipe.content import dtypes
+from kvplug_testing.contract.pipe.content import dtypes, tensor_of
 from kvplug_testing.waits import Call, raises
 
 _M61 = (1 << 61) - 1
@@ -64,7 +56,7 @@ def _of_each_kind() -> Iterator[Put]:
             yield entry([1, 2, 3], roi=[True, True, False], dtype=dtype, layers=3)
     for missing in _PARTS:
         yield entry([1, 2, 3], without=missing)
-    turned = random_tensor("float32", (4, 2, 3, 2), seed=1).permute(3, 2, 1, 0)
+    turned = tensor_of("float32", (4, 2, 3, 2), seed=1).permute(3, 2, 1, 0)
     yield Put(tokens=[1, 2, 3], key=turned, value=turned[:, :, :, ::2], hidden=turned[0, 0])
     yield Put(tokens=[1, 2, 3], key=turned[:0], value=turned[:0], hidden=turned[0, 0, 0, 0])
     tokens, roi = [1, 2, 3], [True, True, False]

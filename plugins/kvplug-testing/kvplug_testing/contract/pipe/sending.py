@@ -52,7 +52,7 @@ class Sending(PipeSuite):
         accepted = len(transfers) * nbytes
         bounds = f"{LIMIT} may be unsent, {nbytes} are one message, {self.beyond_limit_bytes} lie beyond"
         assert max(1, least) <= accepted <= most, (
-            f"{accepted} bytes were accepted without a receiver: {bounds}"
+            f"{accepted} bytes were accepted, and none received: {bounds}"
         )
         drain(other, range(len(transfers)), nbytes)
         for transfer in transfers:

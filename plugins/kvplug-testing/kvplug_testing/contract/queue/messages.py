@@ -199,9 +199,7 @@ def _take_all(reader: MessageQueue, count: int, pause_s: float, within: float) -
             assert lost, f"reader rank {reader.rank} gets an error without the number of lost messages: {got}"
             number += int(lost[1].replace(",", ""))
         else:
-            assert got[0] == number, (
-                f"reader rank {reader.rank} got {got[0]} instead of {number}, without an error"
-            )
+            assert got[0] == number, f"reader rank {reader.rank} got {got[0]}, and no error about {number}"
             number += 1
     assert number == count, f"{number - count:,} more messages were lost than were sent"
 
