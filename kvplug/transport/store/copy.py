@@ -22,7 +22,7 @@ from kvplug.transport.store.results import MissReason
 
 _LOCK_FREE_BYTES: Final = 256 << 10
 """Single pages of this size or larger are copied without the interpreter's lock."""
-_SAVE, _LOAD, _HASH, _VERIFY, _CHECK = range(5)
+_SAVE, _LOAD, _HASH, _CHECK = range(4)
 """``enum what`` of pages.c."""
 _IS_GONE: Final = 2
 """A value of ``enum fault``."""
@@ -131,7 +131,7 @@ class PageCopy:
         alive while pages are copied.
 
         Args:
-            headers: one for each page, for :meth:`load` and :meth:`verify`; each has passed
+            headers: one for each page, for :meth:`load`; each has passed
                 :meth:`PageSeal.check_header`, or is empty if its page is never loaded.
             layers: the consecutive layers that the rows have; ``None``: all.
 
@@ -190,14 +190,6 @@ class PageCopy:
         zeros, copy = memoryview(bytearray(nbytes)), PageCopy(self._memory)
         copy.use(page, PageRows.dense(zeros, 1, nbytes), layers=layers)
         copy._move(_LOAD, range(page, page + 1), layers)
-
-    def verify(self, pages: range) -> list[MissReason | None]:
-        """Return for each page why its row does not match its header, or ``None`` if it does. Does not touch
-        the memory."""
-        if not self._each:
-            return [None] * len(pages)
-        faults = self._move(_VERIFY, pages, self._all_layers) or bytes(len(pages))
-        return [MissReason.CORRUPT if each else None for each in faults]
 
     def expect(self, first: int, headers: Sequence[bytes | memoryview]) -> None:
         """Set the headers of the pages from ``first`` on, for :meth:`check`; they are like those of

@@ -64,9 +64,9 @@ struct task {
     const uint64_t *generations; /* the values that the words must have after the copy */
 };
 
-/* HASH and VERIFY leave the cache alone. CHECK reads the cache, where each part of a page must be contiguous, and
- * leaves the rows alone. */
-enum what { SAVE, LOAD, HASH, VERIFY, CHECK };
+/* HASH leaves the cache alone. CHECK reads the cache, where each part of a page must be contiguous, and leaves the rows
+ * alone. */
+enum what { SAVE, LOAD, HASH, CHECK };
 enum fault { IS_WRONG = 1, IS_GONE = 2 };
 
 /* The CRC-32 of this file when it was compiled. hatch_build.py sets it. */

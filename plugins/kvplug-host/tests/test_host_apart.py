@@ -110,7 +110,13 @@ def test_a_store_apart_says_what_it_holds_and_logs_each_step_and_ends_politely(
         waits.until(lambda: not holds(path)["num_clients"], what="the end of the program that put pages")
         found = holds(path)
         assert found.pop("used_bytes") >= 400_000
-        assert found == {"name": "host", "num_pages": 4, "budget_bytes": 4 << 20, "num_clients": 0}
+        assert found == {
+            "name": "host",
+            "medium": "host",
+            "num_pages": 4,
+            "budget_bytes": 4 << 20,
+            "num_clients": 0,
+        }
         assert "4 MiB" in stats(f"unix:{path}").output
         program.send_signal(signal.SIGTERM)
         _, said = program.communicate(timeout=waits.patience_s)

@@ -53,6 +53,7 @@ def test_it_makes_the_calls_in_the_given_order(
     engine: FakeEngine, order: CallOrder, expected: list[str]
 ) -> None:
     worker, engine.worker = engine.worker, Mock(wraps=engine.worker)
+    engine.worker.has_connector_metadata.return_value = True  # else there are no calls for a layer
     prompt, blocks = request_of("a", range(20)), engine.allocate(20)
     engine.scheduler.on_new_request(prompt)
     engine.step([(prompt, blocks, 0, 20)], order=order)

@@ -136,8 +136,6 @@ def test_pages_leave_a_cache_and_come_back_bit_by_bit(
     writable = range(first + 1, end - 1) if clip else range(first, end)
     into = PageBlocks(form, target, other, first, count, writable=writable)
     found = [checks(rows, headers, into, layers) for layers in (range(1), range(1, LAYERS))]
-    verified = loading(rows, headers, PageBuffers(form, rows)).verify(range(count))
-    assert verified == [MissReason.CORRUPT if MissReason.CORRUPT in part else None for part in zip(*found)]
     wrongs = [[part[at] for part in found].count(MissReason.CORRUPT) for at in range(count)]
     assert wrongs == [int(at == wrong) for at in range(count)]
     for layer, part in itertools.product(range(LAYERS), range(2)):
@@ -291,7 +289,6 @@ def test_large_parts_are_copied_and_hashed_piece_by_piece(nbytes: int, flipped: 
     assert not any(target.rows().row(1))
     target.rows().row(1)[:] = rows.row(1)
     assert copy.check(range(2), range(1)) == wrong
-    assert loading(rows, headers, PageBuffers(form, rows)).verify(range(2)) == wrong
     assert not any(target.rows().row(1)) and bytes(target.rows().row(0)) == bytes(source.rows().row(0))
 
 
