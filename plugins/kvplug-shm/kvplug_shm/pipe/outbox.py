@@ -2,8 +2,9 @@
 wait.
 
 The caller's own thread copies its message, and spins for a moment if the ring has no room. The rest is left
-to a writer thread, which starts with the first such message and is the only one that sleeps on the ring. An
-idle writer sleeps on a condition.
+to a writer thread, which starts with the first such message and sleeps on the ring while a message is queued.
+An idle writer sleeps on a condition. A caller whose message the window does not admit yet sleeps on a
+condition while a message is queued, and otherwise on the ring.
 """
 
 from __future__ import annotations
@@ -35,20 +36,9 @@ class _Window(SendWindow):
 
     SMALLEST_COST = SMALLEST_COST
 
-    def __init__(
-        self,
-        ring: Outgoing,
-        wake_writer: Callable[[], None],
-        *,
-        limit: int,
-        peer: str,
-        lifecycle: DuplexPipe.Lifecycle,
-    ) -> None:
+    def __init__(self, ring: Outgoing, *, limit: int, peer: str, lifecycle: DuplexPipe.Lifecycle) -> None:
         super().__init__(limit=limit, peer=peer, lifecycle=lifecycle)
         self._ring: Outgoing | None = ring
-        self._wake_writer = wake_writer
-        self.wanted = 0
-        """Room in the ring for which a caller waits, with an empty queue; the writer sleeps for it."""
 
     @property
     def held(self) -> int:
@@ -64,13 +54,16 @@ class _Window(SendWindow):
         self._ring = None  # the memory goes with the last reference
 
     def _wait(self, cost: int, deadline: Deadline) -> bool:
-        try:
-            if not self.in_flight and self._ring is not None:
-                self.wanted = self.room_for(cost, self._ring)
-                self._wake_writer()
+        ring = self._ring
+        if self.in_flight or ring is None:
             return self.room.wait(deadline.remaining())
+        # Nothing is queued, so the writer leaves the ring alone. The end of the pipe changes the word.
+        try:
+            self.lock.release()
+            has_room = ring.end.poll(self.room_for(cost, ring), nap_s=deadline.remaining())
         finally:
-            self.wanted = 0
+            self.lock.acquire()
+        return has_room and not deadline.expired  # the peer may show room and withdraw it
 
 
 class Outbox:
@@ -96,7 +89,7 @@ class Outbox:
         self._lost = lost
         self._fail_pipe = fail_pipe
         self._stop = stop
-        self._window = _Window(ring, self._wake_writer, limit=limit, peer=peer, lifecycle=lifecycle)
+        self._window = _Window(ring, limit=limit, peer=peer, lifecycle=lifecycle)
         self._lock = self._window.lock
         self._work = threading.Condition(self._lock)
         self._queue: deque[Message] = deque()
@@ -270,13 +263,13 @@ class Outbox:
 
     def _write(self, ring: Outgoing) -> None:
         try:
-            while (message := self._next(ring)) is not None:
+            while (message := self._next()) is not None:
                 with self._writing:
                     pushed = self._push(ring, message)
                 if message.complete:
                     self._sent(message)
                 elif not pushed:
-                    self._sleep(ring, ring.room_for(message.least_room))
+                    ring.end.poll(ring.room_for(message.least_room), ring.spin_s, None)
                 del message  # the memory that was sent is not held until there is more to send
         except _NotTakenError:
             self._not_taken()
@@ -285,29 +278,14 @@ class Outbox:
         finally:
             self._end_ring()
 
-    def _next(self, ring: Outgoing) -> Message | None:
+    def _next(self) -> Message | None:
         """The oldest message; ``None`` at the end. The writer sleeps until there is one."""
-        window = self._window
-        while True:
-            with self._lock:
-                if threading.current_thread() is not self._thread:
-                    return None  # the thread that started it was interrupted before it noted it
-                while not (self._queue or window.wanted or window.ended):
-                    self._work.wait()
-                if window.ended:
-                    return None
-                if self._queue:
-                    return self._queue[0]
-                wanted = window.wanted
-                if ring.end.poll(wanted):
-                    window.wanted = 0
-                    window.room.notify_all()
-                    continue
-            ring.end.room()  # raises, if the reader's words are the cause
-            self._sleep(ring, wanted)
-
-    def _sleep(self, ring: Outgoing, count: int) -> None:
-        ring.end.poll(count, ring.spin_s, None)
+        with self._lock:
+            if threading.current_thread() is not self._thread:
+                return None  # the thread that started it was interrupted before it noted it
+            while not (self._queue or self._window.ended):
+                self._work.wait()
+            return None if self._window.ended else self._queue[0]
 
     def _sent(self, message: Message) -> None:
         with self._lock:
