@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from kvplug import KvplugError, TimeoutError
+from kvplug.net.wire.tensors import TensorMeta, dtype_name
 from kvplug.transport import Blocks, Deadline, DuplexPipe, MessageLimit, PartialMessage, WireError
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.native.library import LONGEST_NS, in_ns
 from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.arrival import Arrival, small_in
-from kvplug_shm.pipe.blocks import BlockTarget
 from kvplug_shm.pipe.geometry import LINE, lines
 from kvplug_shm.pipe.message import is_plain
 from kvplug_shm.pipe.rings import Incoming
@@ -98,17 +98,28 @@ class Inbox:
 
         return self._reads(read, deadline, looked=True)
 
-    def receive_blocks(self, target: BlockTarget, deadline: Deadline) -> None:
-        """Only one thread at a time. Raises as ``Pipe.recv_blocks``."""
+    @property
+    def keeps_bytes(self) -> bool:
+        """Whether a receive that ran out of time has kept the first bytes of the next message."""
+        return self._message is not None and self._message.own is not None
+
+    def receive_blocks(self, blocks: Blocks, span: Span, deadline: Deadline) -> None:
+        """Receive into the blocks, whose memory ``span`` describes, unless :attr:`keeps_bytes`.
+
+        Only one thread at a time. Raises as ``Pipe.recv_blocks``.
+        """
+        meta = TensorMeta(dtype_name(blocks.dtype), blocks.shape)
 
         def read(ring: Incoming) -> None:
             message = self._message
             if message is None:
                 message = self._message = self._announced(ring, deadline)
-            if message.meta != target.meta:
-                raise target.meta.mismatch(message.meta, "the blocks are")
+            if message.meta != meta:
+                raise meta.mismatch(message.meta, "the blocks are")
             try:
-                self._scatter(ring, message, target, deadline)
+                if not self._fill(ring, message, span, deadline, blocks):
+                    self._keep(message, blocks)
+                    raise message.late(self._peer)
             except KvplugError:
                 raise
             except BaseException:
@@ -220,20 +231,13 @@ class Inbox:
         self._message = None
         return tensor
 
-    def _scatter(self, ring: Incoming, message: Arrival, target: BlockTarget, deadline: Deadline) -> None:
-        if message.own is None and target.span is not None:
-            if self._fill(ring, message, target.span, deadline, target.blocks):
-                return
-            if message.got:
-                own = message.allocate_own(self._pool.tensor, self._fail_pipe)
-                target.take_back(own, message.got)
-                message.own = own
-            raise message.late(self._peer)
-        if message.own is None:
-            message.own = message.allocate_own(self._pool.tensor, self._fail_pipe)
-        if not self._fill(ring, message, Span.flat(message.own.data_ptr()), deadline):
-            raise message.late(self._peer)
-        target.fill(message.own)
+    def _keep(self, message: Arrival, blocks: Blocks) -> None:
+        """Copy the bytes that have arrived out of the blocks, which are the caller's again."""
+        if message.got:
+            own = message.allocate_own(self._pool.tensor, self._fail_pipe)
+            rows = own.view(blocks.num_rows, *blocks.row_shape)
+            blocks.gather(0, rows[: -(-message.got // blocks.row_bytes)])
+            message.own = own
 
     def _announced(self, ring: Incoming, deadline: Deadline) -> Arrival:
         """The first line has arrived: read the announcement."""

@@ -8,7 +8,11 @@ import threading
 from typing import TYPE_CHECKING
 
 import attrs
+import torch
 
+from kvplug import UnsupportedError
+from kvplug.net.wire import TensorMeta
+from kvplug.net.wire.tensors import dtype_name
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Blocks,
@@ -20,7 +24,7 @@ from kvplug.transport import (
 )
 from kvplug_shm.joining import JoiningPeer
 from kvplug_shm.memory.pool import Pool
-from kvplug_shm.pipe.blocks import BlockTarget, message_of
+from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.geometry import RingSizes
 from kvplug_shm.pipe.inbox import NOT_YET, Inbox
 from kvplug_shm.pipe.message import NONE_HEADER, Message, header_of, is_plain
@@ -132,10 +136,25 @@ class ShmPipe(DuplexPipe):
         return tensor
 
     def _send_blocks(self, blocks: Blocks, timeout: Timeout) -> Transfer:
-        return self._outbox.send(message_of(blocks, self._pool), self._deadline(timeout))
+        span = _span_of(blocks)
+        if span is None:
+            message = self._memory_for(blocks)
+            blocks.gather(0, message.view(blocks.num_rows, *blocks.row_shape))
+            return self._send_tensor(message, timeout)
+        header = header_of(blocks.dtype, torch.Size(blocks.shape))
+        return self._outbox.send(Message(header, span, blocks), self._deadline(timeout))
 
     def _receive_blocks(self, blocks: Blocks, timeout: Timeout) -> None:
-        self._inbox.receive_blocks(BlockTarget(blocks), self._deadline(timeout))
+        span = _span_of(blocks)
+        if span is None or self._inbox.keeps_bytes:
+            message = self._memory_for(blocks)
+            self._receive_tensor(message, timeout)
+            blocks.scatter(0, message.view(blocks.num_rows, *blocks.row_shape))
+        else:
+            self._inbox.receive_blocks(blocks, span, self._deadline(timeout))
+
+    def _memory_for(self, blocks: Blocks) -> Tensor:
+        return self._pool.tensor(TensorMeta(dtype_name(blocks.dtype), blocks.shape))
 
     # -- how it ends -------------------------------------------------------------------------------------
 
@@ -180,3 +199,13 @@ class ShmPipe(DuplexPipe):
         with self._closing, contextlib.suppress(OSError):
             if not self._let_go:
                 self._control.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _span_of(blocks: Blocks) -> Span | None:
+    """Describe the blocks for the compiled steps; ``None`` if those cannot copy them.
+
+    Raises UnsupportedError: they are not in CPU memory.
+    """
+    if blocks.device.type != "cpu":
+        raise UnsupportedError(f"the pipe 'shm' moves blocks of CPU tensors, not of {blocks.device} ones")
+    return Span.of_blocks(blocks)
