@@ -88,7 +88,8 @@ static void wait_for_room(struct end *end, int sleeps) {
 
 static void *write_all(void *given) {
     const struct round *round = given;
-    struct end end = {round->words, round->bytes, round->places, 0, 1, .window = round->places};
+    struct end end = {.words = round->words, .bytes = round->bytes, .places = round->places, .readers = 1,
+                      .smallest = 2 * LINE, .largest = 1 << 16};
     struct draw windows = {round->seed};
     struct draw from = {round->seed};
     char prefix[LINE];
@@ -101,14 +102,13 @@ static void *write_all(void *given) {
         memset(prefix, shape.pattern, LINE);
         struct message message = {prefix, LINE, shape.nbytes, LINE + shape.nbytes};
         int64_t any = INT64_MAX / 4;
-        int done = shape.at_once &&
-                   (number % 2 ? kvplug_put(&end, &message, source, any)
-                               : kvplug_put_in_pieces(&end, &message, source, any, 2 * LINE, 1 << 16)) == 1;
+        end.at_once = number % 2 ? shape.nbytes : 0;
+        int done = shape.at_once && kvplug_put(&end, &message, source, any) == 1;
         int64_t sent = done ? shape.nbytes : 0, before = LINE;
         while (sent < shape.nbytes) {
             uint64_t published = end.count;
-            sent += kvplug_push(&end, prefix, before, &span, sent, shape.nbytes, 2 * LINE, 1 << 16,
-                                round->sleeps ? 0 : 50000, 5000000);
+            sent += kvplug_push(&end, prefix, before, &span, sent, shape.nbytes, round->sleeps ? 0 : 50000,
+                                5000000);
             if (end.count != published)
                 before = 0;
             if (sent < shape.nbytes)
@@ -128,7 +128,7 @@ static void wait_for_units(struct end *end, int64_t count, int sleeps) {
 
 static void *read_all(void *given) {
     const struct round *round = given;
-    struct end end = {.words = round->words, .bytes = round->bytes, .places = round->places};
+    struct end end = {.words = round->words, .bytes = round->bytes, .places = round->places, .largest = 1 << 16};
     struct draw from = {round->seed};
     unsigned char line[LINE];
     for (int number = 0; number < round->messages; number++) {
@@ -149,7 +149,7 @@ static void *read_all(void *given) {
             int64_t got = 0, unreleased = LINE;
             while (got < shape.nbytes) {
                 int64_t enough = number % 3 && got < shape.nbytes / 2 ? got + 1 : shape.nbytes;
-                int64_t more = kvplug_pull(&end, &span, got, shape.nbytes, enough, unreleased, 1 << 16,
+                int64_t more = kvplug_pull(&end, &span, got, shape.nbytes, enough, unreleased,
                                            round->sleeps ? 0 : 50000, 5000000);
                 if (more)
                     unreleased = 0;

@@ -42,14 +42,13 @@ _PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
     "poll_units": (_INT, _POINTER, _I64, _I64, _I64),
     "copy_one_of": (None, _POINTER, _POINTER, _I64, _I64),
     "put": (_INT, _POINTER, _POINTER, _POINTER, _I64),
-    "put_in_pieces": (_INT, _POINTER, _POINTER, _POINTER, _I64, _I64, _I64),
     "peek": (_I64, _POINTER, _POINTER, _I64),
     "take": (None, _POINTER, _POINTER, _I64),
-    "push": (_I64, _POINTER, ctypes.c_char_p, _I64, _POINTER, *[_I64] * 6),
-    "pull": (_I64, _POINTER, _POINTER, *[_I64] * 7),
+    "push": (_I64, _POINTER, ctypes.c_char_p, _I64, _POINTER, *[_I64] * 4),
+    "pull": (_I64, _POINTER, _POINTER, *[_I64] * 6),
 }
 _RELEASE_THE_LOCK: Final = frozenset(
-    {"wait", "poll_room", "poll_units", "copy_one_of", "put_in_pieces", "long_peek", "long_push", "long_pull"}
+    {"wait", "poll_room", "poll_units", "copy_one_of", "long_put", "long_peek", "long_push", "long_pull"}
 )
 """Functions that let other threads of the interpreter run. The others have the smaller fixed cost; some are
 there twice."""
@@ -64,6 +63,9 @@ class EndStruct(ctypes.Structure):
         ("places", _U64),
         ("count", _U64),
         ("readers", _I64),
+        ("at_once", _I64),
+        ("smallest", _I64),
+        ("largest", _I64),
         ("window", _U64),
         ("least_window", _U64),
         ("jump", _U64),
@@ -111,7 +113,7 @@ class Library:
             keeps, releases = ctypes.PyDLL(str(file)), ctypes.CDLL(str(file))
             if keeps.kvplug_source() & 0xFFFFFFFF != zlib.crc32(source.read_bytes()):
                 raise TransportError(f"{file} was built from another {source.name}; install kvplug-shm again")
-            for name in (*_PROTOTYPES, "long_peek", "long_push", "long_pull"):
+            for name in {*_PROTOTYPES, *_RELEASE_THE_LOCK}:
                 short = name.removeprefix("long_")
                 function = (releases if name in _RELEASE_THE_LOCK else keeps)[f"kvplug_{short}"]
                 function.restype, *function.argtypes = _PROTOTYPES[short]

@@ -55,13 +55,16 @@
 typedef _Atomic uint64_t word_t;
 typedef _Atomic uint32_t hint_t;
 
-/* One end of a ring. `count` is the number of units sent or read; the members before it and `readers` never change. */
+/* One end of a ring. Only `count` and the members from `window` on change. */
 struct end {
     unsigned char *words;
     unsigned char *bytes;
     uint64_t places;
-    uint64_t count;
+    uint64_t count;    /* of units sent or read */
     int64_t readers;   /* of the writing end: the number of readers; of a reading end: its index */
+    /* Of a pipe. A message of `at_once` bytes or fewer is copied in one step; others in steps of these sizes, where a
+     * reading end has no smallest one. */
+    int64_t at_once, smallest, largest;
     /* Of the writing end of a pipe. Behind the first `window` places it jumps to the ring's first one. */
     uint64_t window;
     uint64_t least_window; /* to which it shrinks again */
@@ -72,8 +75,9 @@ struct end {
 #define MAX_AXES 4
 
 /* The memory of a message's bytes: from `flat` on, or the rows `ids` of one layer after the other. A layer has
- * `num_parts` arrays, and a row of each comes before the next id. A row is made of contiguous runs. They lie in axes, the one with the longest steps in memory first, so that memory is accessed in
- * its own order; in the message their order may be another one. All sizes and steps are bytes. */
+ * `num_parts` arrays, and a row of each comes before the next id. A row is made of contiguous runs, which lie in axes.
+ * The axis with the longest steps in memory comes first, so that memory is accessed in its own order; in the message
+ * their order may be another one. All sizes and steps are bytes. */
 struct span {
     unsigned char *flat;
     unsigned char **bases;
@@ -194,8 +198,8 @@ static void announce(struct end *end, int64_t word, uint64_t value, int64_t firs
         }
 }
 
-/* Sleep until `word` differs from `seen`; `own` is the word that shows that this end sleeps. Nothing sleeps on the word of an end that
- * has ended: evicting that end would not change the word. */
+/* Sleep until `word` differs from `seen`; `own` is the word that shows that this end sleeps. Nothing sleeps on the word
+ * of an end that has ended: evicting that end would not change the word. */
 static void park(struct end *end, int64_t word, uint64_t seen, int64_t own, int64_t nap_ns) {
     if (seen & OVER || nap_ns <= 0)
         return;
@@ -495,22 +499,6 @@ int kvplug_poll_room(struct end *end, int64_t count, int64_t spin_ns, int64_t na
     return sleep_for_room(end, count, spin_ns, nap_ns) || (nap_ns > 0 && kvplug_blocked_on(end, count, &seen) < 0);
 }
 
-static void write_at(struct end *end, uint64_t at, const void *source, uint64_t nbytes) {
-    uint64_t first = end->places - at < nbytes ? end->places - at : nbytes;
-    if (first)
-        memcpy(end->bytes + at, source, first);
-    if (first < nbytes)
-        memcpy(end->bytes, (const unsigned char *)source + first, nbytes - first);
-}
-
-static void read_at(const struct end *end, uint64_t at, void *target, uint64_t nbytes) {
-    uint64_t first = end->places - at < nbytes ? end->places - at : nbytes;
-    if (first)
-        memcpy(target, end->bytes + at, first);
-    if (first < nbytes)
-        memcpy((unsigned char *)target + first, end->bytes, nbytes - first);
-}
-
 /* memcpy with non-temporal stores: the target's lines are not read from memory before they are overwritten, which
  * is a third of the traffic of a copy larger than the caches, and the ring stays in them. A store fence must follow
  * before another thread uses the target. */
@@ -715,18 +703,6 @@ static int fits(const struct end *end, const struct message *message, int64_t li
     return unread ? unread + message->cost <= limit : !no_reader_left(end);
 }
 
-/* Publish a whole message, if it fits. Returns whether it did. */
-int kvplug_put(struct end *end, const struct message *message, const void *source, int64_t limit) {
-    int there = fits(end, message, limit);
-    if (there == 1) {
-        uint64_t gap = gap_of(end), at = (end->count + gap) % end->places;
-        write_at(end, at, message->prefix, message->prefix_bytes);
-        write_at(end, (at + message->prefix_bytes) % end->places, source, message->nbytes);
-        publish_behind(end, gap, message->prefix_bytes + lines(message->nbytes));
-    }
-    return there;
-}
-
 /* How many units have arrived in places one after the other, after spinning for `spin_ns` for a line, and a copy of
  * that line. */
 int64_t kvplug_peek(struct end *end, void *line, int64_t spin_ns) {
@@ -734,13 +710,14 @@ int64_t kvplug_peek(struct end *end, void *line, int64_t spin_ns) {
         spin_for_units(end, LINE, spin_ns);
     int64_t here = arrived_next(end);
     if (here >= LINE)
-        read_at(end, end->count % end->places, line, LINE);
+        memcpy(line, end->bytes + end->count % end->places, LINE);
     return here;
 }
 
 /* Copy the `nbytes` after the first line, and release line and bytes. They must have arrived. */
 void kvplug_take(struct end *end, void *target, int64_t nbytes) {
-    read_at(end, (end->count + LINE) % end->places, target, nbytes);
+    struct span span = {.flat = target};
+    scatter(end, (end->count + LINE) % end->places, &span, 0, nbytes);
     kvplug_release(end, LINE + lines(nbytes));
 }
 
@@ -750,8 +727,9 @@ void kvplug_take(struct end *end, void *target, int64_t nbytes) {
  * waits for one. Returns the number of the message's own bytes: fewer if it had to wait for longer than `spin_ns`,
  * after `most_ns`, and when the reader has ended. */
 int64_t kvplug_push(struct end *end, const char *prefix, int64_t prefix_bytes, const struct span *span,
-                    int64_t done, int64_t nbytes, int64_t smallest, int64_t largest, int64_t spin_ns,
-                    int64_t most_ns) {
+                    int64_t done, int64_t nbytes, int64_t spin_ns, int64_t most_ns) {
+    struct span before = {.flat = (unsigned char *)prefix};
+    int64_t smallest = nbytes <= end->at_once ? nbytes : end->smallest;
     int64_t begun = done, stop_ns = now_ns() + most_ns;
     while (prefix_bytes || done < nbytes) {
         if (nbytes - done >= APART_FROM)
@@ -771,37 +749,37 @@ int64_t kvplug_push(struct end *end, const char *prefix, int64_t prefix_bytes, c
         if (no_reader_left(end))
             break;
         int64_t left = nbytes - done, step = done ? (left / 4) & -(int64_t)LINE : 0;
-        step = step < largest ? step : largest;
+        step = step < end->largest ? step : end->largest;
         step = step > smallest ? step : smallest;
         step = step < left ? step : left;
         uint64_t at = (end->count + gap) % end->places;
         room -= gap;
-        room = room < (int64_t)(end->window - at) ? room : (int64_t)(end->window - at);
+        if (step < nbytes) /* the only step of a message may reach beyond the window */
+            room = room < (int64_t)(end->window - at) ? room : (int64_t)(end->window - at);
         room = room > prefix_bytes ? room : prefix_bytes;
         step = step < room - prefix_bytes ? step : room - prefix_bytes;
         if (prefix_bytes)
-            write_at(end, at, prefix, prefix_bytes);
+            gather(end, at, &before, 0, prefix_bytes);
         gather(end, (at + prefix_bytes) % end->places, span, done, step);
         if (no_reader_left(end))
             break; /* the reader was evicted meanwhile: the transfer fails */
         publish_behind(end, gap, prefix_bytes + lines(step));
         prefix_bytes = 0;
         done += step;
-        if (now_ns() >= stop_ns)
+        if (done < nbytes && now_ns() >= stop_ns)
             break;
     }
     return done - begun;
 }
 
-/* Publish a whole message in pieces, if it fits: for large ones, which the other end begins to read meanwhile.
- * Returns whether it was published; 0 too if the reader was evicted in the middle. */
-int kvplug_put_in_pieces(struct end *end, const struct message *message, const void *source, int64_t limit,
-                    int64_t smallest, int64_t largest) {
+/* Publish a whole message, if it fits, in pieces, so that the other end begins to read a large one meanwhile. Returns
+ * whether it was published; 0 too if the reader was evicted in the middle. */
+int kvplug_put(struct end *end, const struct message *message, const void *source, int64_t limit) {
     int there = fits(end, message, limit);
     if (there == 1) {
         struct span span = {.flat = (unsigned char *)source};
         int64_t sent = kvplug_push(end, message->prefix, message->prefix_bytes, &span, 0, message->nbytes,
-                                   smallest, largest, 0, INT64_MAX / 2);
+                                   0, INT64_MAX / 2);
         there = sent == message->nbytes;
     }
     return there;
@@ -812,23 +790,25 @@ int kvplug_put_in_pieces(struct end *end, const struct message *message, const v
  * `unreleased` units before it were read already and are released with the first step. Returns the number of bytes:
  * fewer if it had to wait for longer than `spin_ns`, after `most_ns`, and when the writer has ended; IMPLAUSIBLE before
  * the first of them. */
-static int64_t pull(struct end *end, const struct span *span, int64_t done, int64_t nbytes, int64_t enough,
-                    int64_t unreleased, int64_t largest, int64_t spin_ns, int64_t most_ns) {
-    int64_t begun = done, stop_ns = now_ns() + most_ns;
+int64_t kvplug_pull(struct end *end, const struct span *span, int64_t done, int64_t nbytes, int64_t enough,
+                    int64_t unreleased, int64_t spin_ns, int64_t most_ns) {
+    int64_t begun = done, stop_ns = now_ns() + most_ns, step = 0;
     int moved = 0, streams = nbytes >= (span->flat ? stream_from() : stream_from() / 2);
+    atomic_store_explicit(is_copying(end, end->readers), 1, memory_order_relaxed);
     while (done < enough) {
         uint64_t skip = unreleased;
-        int64_t left = nbytes - done, step = arrived(end, &skip);
+        int64_t left = nbytes - done;
+        step = arrived(end, &skip);
         if (step < 0)
-            return done > begun ? done - begun : IMPLAUSIBLE;
+            break;
         if (!moved && left >= APART_FROM)
             moved = leave_processor(end);
-        step = step < largest ? step : largest;
+        step = step < end->largest ? step : end->largest;
         step = step < left ? step : left;
         if (step < left)
             step &= -(int64_t)LINE;
         if (step <= 0) {
-            /* Nor a writer that shows units and withdraws them. */
+            /* A writer that shows units and withdraws them must not hold this call. */
             if (spin_ns <= 0 || !spin_for_units(end, unreleased + LINE, spin_ns) || now_ns() >= stop_ns)
                 break;
             continue;
@@ -837,16 +817,9 @@ static int64_t pull(struct end *end, const struct span *span, int64_t done, int6
         kvplug_release(end, skip + lines(step));
         unreleased = 0;
         done += step;
-        if (now_ns() >= stop_ns)
+        if (done < nbytes && now_ns() >= stop_ns)
             break;
     }
-    return done - begun;
-}
-
-int64_t kvplug_pull(struct end *end, const struct span *span, int64_t done, int64_t nbytes, int64_t enough,
-                    int64_t unreleased, int64_t largest, int64_t spin_ns, int64_t most_ns) {
-    atomic_store_explicit(is_copying(end, end->readers), 1, memory_order_relaxed);
-    int64_t taken = pull(end, span, done, nbytes, enough, unreleased, largest, spin_ns, most_ns);
     atomic_store_explicit(is_copying(end, end->readers), 0, memory_order_relaxed);
-    return taken;
+    return step < 0 && done == begun ? IMPLAUSIBLE : done - begun;
 }

@@ -55,9 +55,11 @@ class Outgoing(_Ring):
         self.end = end = WritingEnd(self.words, 1, sizes.nbytes)
         end.state.bytes = self._address
         end.state.window = end.state.least_window = sizes.window
+        end.state.at_once = sizes.at_once
+        end.state.smallest, end.state.largest = sizes.smallest, sizes.largest
         self._end = end.pointer
         self._at_once, self._half = sizes.at_once, sizes.window // 2
-        self._put, self._put_in_pieces = self._steps.put, self._steps.put_in_pieces
+        self._put, self._long_put = self._steps.put, self._steps.long_put
 
     def room_for(self, count: int) -> int:
         """The room at which the next ``count`` bytes can be written: what is left out before them needs room,
@@ -84,16 +86,10 @@ class Outgoing(_Ring):
 
         Returns whether it was published. Raises WireError if the reader's word is impossible.
         """
-        limit = min(limit, _ANY)
-        if header.nbytes <= self._at_once:
-            done: int = self._put(self._end, header.pointer, address, limit)
-        elif header.nbytes <= self._half:
-            sizes = self.sizes
-            done = self._put_in_pieces(
-                self._end, header.pointer, address, limit, sizes.smallest, sizes.largest
-            )
-        else:
+        if header.nbytes > self._half:
             return False
+        put = self._put if header.nbytes <= self._at_once else self._long_put
+        done: int = put(self._end, header.pointer, address, min(limit, _ANY))
         if done < 0:
             self.end.room()  # says why
         return done == 1
@@ -113,8 +109,6 @@ class Outgoing(_Ring):
             span.pointer,
             done,
             nbytes,
-            self.sizes.smallest,
-            self.sizes.largest,
             self._spin_ns(left, patient=patient),
             LONGEST_NS,
         )
@@ -128,6 +122,7 @@ class Incoming(_Ring):
         super().__init__(segment, ring, sizes, spin_s)
         self.end = end = ReadingEnd(self.words, 0, sizes.nbytes)
         end.state.bytes = self._address
+        end.state.largest = sizes.largest
         self._end = end.pointer
         self._line = ctypes.create_string_buffer(LINE)
         self._line_at = ctypes.c_void_p(ctypes.addressof(self._line))
@@ -177,10 +172,8 @@ class Incoming(_Ring):
         left = nbytes - done
         pull = self._steps.pull if left < RELEASE_GIL_BYTES else self._steps.long_pull
         enough = nbytes if enough is None else enough
-        largest, spin_ns = self.sizes.largest, self._spin_ns(left, patient=patient)
-        taken: int = pull(
-            self._end, span.pointer, done, nbytes, enough, unreleased, largest, spin_ns, LONGEST_NS
-        )
+        spin_ns = self._spin_ns(left, patient=patient)
+        taken: int = pull(self._end, span.pointer, done, nbytes, enough, unreleased, spin_ns, LONGEST_NS)
         if taken < 0:
             raise self._invalid()
         return taken
