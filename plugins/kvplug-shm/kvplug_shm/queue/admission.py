@@ -172,8 +172,8 @@ class Admission:
         def end(reason: str) -> None:
             with self._lock:
                 if self._joined.pop(rank, None) is None:
-                    return  # it is joining, and the reason is looked at afterwards; or this end was closed
-            self._reader_table.hung_up(rank, reason)
+                    return  # it is joining, and the reason is checked afterwards; or this end was closed
+            self._reader_table.evict(rank, reason)
             hang_up(connection)
 
         def admit() -> None:
@@ -188,7 +188,7 @@ class Admission:
             if not is_welcome:
                 self._reader_table.dismiss(rank)
                 raise
-            self._reader_table.evict(rank, f"it could not be watched: {e}", died=True)
+            self._reader_table.evict(rank, f"it could not be watched: {e}")
             connection.close()
             return
         with self._lock:

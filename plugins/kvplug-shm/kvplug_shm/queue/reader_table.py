@@ -15,7 +15,7 @@ from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 
 logger = logging.getLogger(__name__)
 
-HAS_LEFT = "has left"
+_HAS_LEFT = "has left"
 _NOT_YET = "has not come yet"
 
 
@@ -181,30 +181,24 @@ class ReaderTable:
 
     # -- the end of a reader -------------------------------------------------------------------------------
 
-    def evict(self, rank: int, why: str, *, died: bool) -> None:
-        """The reader is gone: it "has left", or it died. Later calls are ignored."""
-        with self._lock:
-            gone = self._evict(self._members[rank], why, died=died)
-        _log_eviction(gone)
-
-    def hung_up(self, rank: int, reason: str) -> None:
-        """A reader's connection or process has ended. It has left, if it had announced that; else it died."""
+    def evict(self, rank: int, reason: str, *, has_left: bool = False) -> None:
+        """Evict a reader that is gone. It died for this reason, unless it has left, or has announced that in
+        the ring. Later calls are ignored.
+        """
         with self._lock:
             member = self._members[rank]
-            left = self._shared is not None and self._end.over(member.index)
-            gone = self._evict(member, HAS_LEFT if left else reason, died=not left)
-        _log_eviction(gone)
-
-    def _evict(self, member: _RegisteredReader, why: str, *, died: bool) -> MessageQueue.ReaderState | None:
-        """Evict the reader. Returns its last state, if this call evicted it."""
-        if member.gone or self._closed or self._shared is None:
-            return None
-        ring, end = self._shared
-        member.gone = attrs.evolve(self._reader(member), gone=why, died=died)
-        self._left -= 1
-        end.evict(member.index)
-        ring.words.wake(ring.ready_word(member.index))
-        return member.gone
+            if member.gone or self._closed or self._shared is None:
+                return
+            ring, end = self._shared
+            has_left = has_left or end.over(member.index)
+            gone = member.gone = attrs.evolve(
+                self._reader(member), gone=_HAS_LEFT if has_left else reason, died=not has_left
+            )
+            self._left -= 1
+            end.evict(member.index)
+            ring.words.wake(ring.ready_word(member.index))
+        # Without the lock, so that a signal handler cannot deadlock here.
+        logger.log(logging.WARNING if gone.died else logging.DEBUG, "evicted from a queue: %s", gone)
 
     def _reader(self, member: _RegisteredReader) -> MessageQueue.ReaderState:
         if member.gone is not None:
@@ -215,19 +209,13 @@ class ReaderTable:
             rank=member.rank,
             process=member.process,
             lag=max(0, end.lag(member.index)),
-            gone=HAS_LEFT if over else "",
+            gone=_HAS_LEFT if over else "",
         )
 
     def _memory(self) -> tuple[ShmRingBuffer, WritingEnd]:
         if self._shared is None:
             raise ClosedError("this end of the queue is closed")
         return self._shared
-
-
-def _log_eviction(gone: MessageQueue.ReaderState | None) -> None:
-    """Without a lock: a signal handler cannot deadlock here."""
-    if gone is not None:
-        logger.log(logging.WARNING if gone.died else logging.DEBUG, "evicted from a queue: %s", gone)
 
 
 def listed(readers: Iterable[MessageQueue.ReaderState]) -> str:

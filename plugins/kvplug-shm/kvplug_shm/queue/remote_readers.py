@@ -17,7 +17,7 @@ import attrs
 from kvplug import ClosedError, KvplugError, PeerGoneError
 from kvplug.transport import BackgroundThread, Deadline, WireError
 from kvplug_shm.joining import JoiningPeer
-from kvplug_shm.queue.reader_table import HAS_LEFT, ReaderTable
+from kvplug_shm.queue.reader_table import ReaderTable
 from kvplug_shm.queue.stream import LINGER_S, REPORT, Flag, FrameKind, Stream, header
 
 logger = logging.getLogger(__name__)
@@ -140,14 +140,14 @@ class RemoteReaders:
 
     def serve(self, link: Link) -> None:
         """Serve a reader that has joined, until it is gone."""
-        table, why, died = self._reader_table, "", True
+        table, why, has_left = self._reader_table, "", False
         with self._lock:
             self._links.append(link)
             link.is_joining = False
             link.changed.notify()
         try:
             self._receive(link)
-            why, died = HAS_LEFT, False
+            has_left = True
         except WireError as e:
             why = f"it sent an invalid report: {e}"
         except KvplugError as e:
@@ -160,7 +160,7 @@ class RemoteReaders:
             # Only when the sender has ended may the writer use the memory again that it was sending from.
             self.cancel(link)
             if not is_closing:
-                table.evict(link.rank, why, died=died)
+                table.evict(link.rank, why, has_left=has_left)
 
     def cancel(self, link: Link) -> None:
         """The reader has not joined, or has ended."""

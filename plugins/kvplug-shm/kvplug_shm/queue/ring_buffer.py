@@ -2,9 +2,9 @@
 
     words      the ring's (see :mod:`kvplug_shm.ring.protocol`), then one for each end that waits to be ready
     entries    one for each place: which message, what it is, and where its bytes lie
-    arena      the bytes, in extents that the writer hands out
+    arena      the bytes, in extents that the writer allocates
 
-The arena takes memory only where it is written to.
+Pages of the arena take memory once they are written.
 """
 
 from __future__ import annotations
