@@ -1,4 +1,4 @@
-"""Remote readers of queues "shm" for tests: what carries their bytes, and ends that do not keep the rules."""
+"""Remote readers of queues "shm" for tests: a relay that can be cut, and ends that break the protocol."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NETWORK: Final[dict[str, Any]] = {"local_reader_ranks": ()}
 
 
 def with_contact(handle: QueueEndpoint.Handle, contact: str, **changes: Any) -> QueueEndpoint.Handle:
-    """A handle that leads elsewhere."""
+    """The same handle with another address of the writer."""
     return attrs.evolve(handle, data={**handle.data, "remote_contact": contact, **changes})
 
 
@@ -72,7 +72,7 @@ def insider(handle: QueueEndpoint.Handle, rank: int = 0) -> Connection:
 
 
 class LyingWriter:
-    """A writer that knows the secret, and sends what the test says."""
+    """A writer that has the secret, and sends any bytes that the test chooses."""
 
     def __init__(self) -> None:
         self._listener = accepting("127.0.0.1:0", ends.SECRET, join.PURPOSE)

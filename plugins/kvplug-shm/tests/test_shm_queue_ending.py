@@ -18,7 +18,7 @@ queue = ends.queue
 
 
 def test_an_end_may_be_closed_within_its_own_chunk(queue: Any) -> None:
-    """What the writer has not published is not sent, and a reader keeps what it looks at."""
+    """What the writer has not published is not sent, and a reader's view stays valid."""
     writer, (reader,) = queue()
     with writer.acquire_write(4) as view:
         view[:] = b"here"
@@ -34,7 +34,7 @@ def test_an_end_may_be_closed_within_its_own_chunk(queue: Any) -> None:
         reader.dequeue(timeout=5)
 
 
-def test_abort_ends_a_close_that_waits_for_whoever_is_inside(queue: Any) -> None:
+def test_abort_ends_a_close_that_waits_for_a_thread_inside(queue: Any) -> None:
     writer, (reader,) = queue()
     inside, go_on = threading.Event(), threading.Event()
 
@@ -57,10 +57,9 @@ def test_abort_ends_a_close_that_waits_for_whoever_is_inside(queue: Any) -> None
     assert ends.num_mapped() == 1
 
 
-def test_a_handler_may_end_a_writer_that_is_looking_at_its_readers(
+def test_a_signal_handler_may_end_a_writer_whose_thread_reads_the_state_of_its_readers(
     queue: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal's, which runs within whatever its thread does."""
     writer, _ = queue(2)
     made = MessageQueue.ReaderState
 
@@ -72,24 +71,24 @@ def test_a_handler_may_end_a_writer_that_is_looking_at_its_readers(
     assert isinstance(Call(lambda: writer.readers).outcome(), ClosedError)
 
 
-def test_while_a_reader_joins_the_writer_can_be_ended_by_whoever_looks_at_the_readers(
+def test_the_thread_that_records_a_join_may_end_the_writer(
     queue: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that looks holds the reader table, and a handler that strikes there wants the door."""
-    joined, struck = ReaderTable.joined, []
+    """As a signal handler may that interrupts this thread while it holds the lock of the reader table."""
+    joined, errors = ReaderTable.joined, []
 
     def meanwhile(table: ReaderTable, rank: int) -> None:
         joined(table, rank)
-        struck.append(Call(writer.abort).end(5.0).error)
+        errors.append(Call(writer.abort).end(5.0).error)
 
     monkeypatch.setattr(ReaderTable, "joined", meanwhile)
     writer, _ = queue(1, attached=0)
     with ends.endpoint().create_from_handle(writer.export_handle(), 0):
-        until(lambda: struck)
-    assert struck == [None]
+        until(lambda: errors)
+    assert errors == [None]
 
 
-def test_memory_goes_with_the_end_whatever_exceptions_still_hold(queue: Any) -> None:
+def test_closing_both_ends_unmaps_the_memory_though_exceptions_are_kept(queue: Any) -> None:
     writer, (reader,) = queue()
     kept = []
     for call in (lambda: reader.dequeue(timeout=0.01), lambda: reader.acquire_read(timeout=0.01).__enter__()):
@@ -104,7 +103,7 @@ def test_memory_goes_with_the_end_whatever_exceptions_still_hold(queue: Any) -> 
 
 
 @pytest.mark.parametrize("is_spoilt", [False, True])
-def test_memory_goes_with_a_reader_that_was_aborted_while_it_decoded_a_value(
+def test_memory_is_unmapped_after_a_reader_was_aborted_while_it_decoded_a_value(
     queue: Any, monkeypatch: pytest.MonkeyPatch, is_spoilt: bool
 ) -> None:
     writer, (reader,) = queue()

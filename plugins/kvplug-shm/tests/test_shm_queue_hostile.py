@@ -42,7 +42,7 @@ def test_a_head_or_a_tail_that_cannot_be_is_an_error(queue: Any, memory_of: Any,
             another.dequeue(timeout=1)
 
 
-def test_bytes_that_are_no_value_are_an_error_and_nothing_else(queue: Any, memory_of: Any) -> None:
+def test_bytes_that_do_not_decode_raise_and_the_message_stays(queue: Any, memory_of: Any) -> None:
     rng = random.Random(8)
     writer, (reader,) = queue(2, attached=1)
     writer.enqueue({"key": [1, 2, b"three"]})
@@ -62,7 +62,7 @@ def test_bytes_that_are_no_value_are_an_error_and_nothing_else(queue: Any, memor
 def test_a_pickle_in_the_ring_runs_nowhere(
     queue: Any, memory_of: Any, tmp_path: Path, overflow: bool
 ) -> None:
-    """The root cause of CVE-2024-11041: what a reader finds is given to ``pickle.loads``."""
+    """The root cause of CVE-2024-11041: a reader passes the bytes in the ring to ``pickle.loads``."""
     writer, (reader,) = queue(2, attached=1)
     payload = ends.evil(tmp_path / "made").ljust(3 * ends.CHUNK if overflow else 0, b" ")
     writer.enqueue(bytes(len(payload)))
@@ -75,7 +75,7 @@ def test_a_pickle_in_the_ring_runs_nowhere(
 
 
 @pytest.mark.parametrize("decoder", ["decode", "decode_out_of_band"])
-def test_a_reader_that_was_evicted_amid_a_copy_gets_the_reason(
+def test_a_reader_that_was_evicted_during_a_copy_gets_the_reason(
     queue: Any, memory_of: Any, monkeypatch: pytest.MonkeyPatch, decoder: str
 ) -> None:
     writer, readers = queue(3, attached=2)
@@ -91,7 +91,7 @@ def test_a_reader_that_was_evicted_amid_a_copy_gets_the_reason(
         readers[1].dequeue(timeout=5)
 
 
-def test_a_reader_that_was_evicted_learns_it_from_every_call(queue: Any, memory_of: Any) -> None:
+def test_every_call_of_an_evicted_reader_raises(queue: Any, memory_of: Any) -> None:
     writer, readers = queue(3, attached=2)
     ring = memory_of(writer, 2)
     with writer.acquire_write(4) as view:
@@ -123,7 +123,7 @@ def goes_on(writer: Any, rank: int = 2) -> None:
 
 
 def insider(writer: Any) -> Any:
-    """Who has proved itself, and says what it likes."""
+    """An authenticated connection, on which the test sends any bytes."""
     return Connection.dial(writer.export_handle().data["contact"], Credentials(), PURPOSE, 10)
 
 
@@ -150,8 +150,8 @@ def test_bytes_of_strangers_reach_no_decoder(writer: Any, monkeypatch: pytest.Mo
     goes_on(writer)
 
 
-def test_who_vanishes_with_the_memory_in_hand_has_not_come_and_may_come_again(writer: Any) -> None:
-    with insider(writer), insider(writer) as connection:  # one says nothing
+def test_a_reader_that_disconnects_with_the_memory_may_join_again(writer: Any) -> None:
+    with insider(writer), insider(writer) as connection:  # the first one sends nothing
         asks = {"queue": writer.export_handle().data["queue"], "rank": 0, "terms": [True, 5000]}
         connection.send(frame(asks), Deadline.after(5))
         _, fds = connection.receive_fds(1024, 1, Deadline.after(10))
@@ -163,7 +163,7 @@ def test_who_vanishes_with_the_memory_in_hand_has_not_come_and_may_come_again(wr
 
 
 def answered(writer: Any, answer: bytes) -> Any:
-    """What a reader makes of that answer of a writer."""
+    """The outcome of a join whose writer answers so."""
     handle = writer.export_handle()
     with accepting("unix:", Credentials(), PURPOSE) as listener:
         false = {**handle.as_plain(), "data": {**handle.data, "contact": listener.contact}}
@@ -193,11 +193,11 @@ def welcome(index: int, *sizes: int) -> bytes:
         b"\xff" * 1024,
     ],
 )
-def test_an_answer_that_is_none_is_refused(writer: Any, answer: bytes) -> None:
+def test_an_invalid_answer_is_refused(writer: Any, answer: bytes) -> None:
     assert isinstance(answered(writer, answer), WireError)
 
 
-def test_a_message_larger_than_all_memory_is_refused_before_any_is_taken(queue: Any, memory_of: Any) -> None:
+def test_a_message_larger_than_all_memory_is_refused_first(queue: Any, memory_of: Any) -> None:
     """The pages of the ring that the writer has not used take no memory, however many it states."""
     writer, (reader,) = queue(2, attached=1, options={"max_message_bytes": 1 << 44})
     writer.enqueue("value")

@@ -1,4 +1,4 @@
-"""The ring in its segment: entries are believed only after they were checked; memory comes and goes."""
+"""The ring in its segment: the layout, and the checks of an entry before it is used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ring() -> Iterator[ShmRingBuffer]:
     made.close()
 
 
-def test_the_parts_do_not_lie_on_each_other() -> None:
+def test_the_parts_of_the_segment_do_not_overlap() -> None:
     assert 0 < SIZES.num_words * 64 <= SIZES.entries_at
     assert SIZES.entries_at + SIZES.max_chunks * 64 <= SIZES.arena_at
     assert SIZES.arena_at + SIZES.arena_nbytes == SIZES.nbytes
@@ -36,7 +36,7 @@ def test_the_parts_do_not_lie_on_each_other() -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(words=st.lists(st.integers(0, 2**64 - 1), min_size=5, max_size=5), number=st.integers(0, 2**40))
-def test_whatever_an_entry_says_nothing_beyond_the_arena_is_looked_at(
+def test_no_entry_makes_a_reader_access_memory_beyond_the_arena(
     ring: ShmRingBuffer, words: list[int], number: int
 ) -> None:
     ring.put(*words)
@@ -59,7 +59,7 @@ def test_whatever_an_entry_says_nothing_beyond_the_arena_is_looked_at(
         (0, CHUNK, 2**64 - 64, 0, 128),
     ],
 )
-def test_an_entry_that_is_none_is_refused(ring: ShmRingBuffer, entry: tuple[int, ...]) -> None:
+def test_an_invalid_entry_is_refused(ring: ShmRingBuffer, entry: tuple[int, ...]) -> None:
     ring.put(*entry)
     with pytest.raises(WireError, match="message 0"):
         ring.get(0)

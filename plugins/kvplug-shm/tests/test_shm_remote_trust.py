@@ -1,4 +1,4 @@
-"""Who gets in at a queue's port, and what strangers, readers and writers that lie can do."""
+"""Which peers a queue's port accepts, and what unauthenticated peers and lying readers and writers cause."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def goes_on(writer: Any) -> None:
             pass
 
 
-# -- who gets in ---------------------------------------------------------------------------------------
+# -- authentication ------------------------------------------------------------------------------------
 
 
-def test_the_same_secret_gets_in_and_another_or_none_does_not(writer: Any) -> None:
+def test_a_reader_needs_the_secret_of_the_writer(writer: Any) -> None:
     handle = writer.export_handle()
     with pytest.raises(AuthenticationError, match="the secrets differ"):
         joined(handle, 0, Credentials(Secret("not the secret of these tests")))
@@ -65,7 +65,7 @@ def test_the_network_needs_a_secret(queue: Any) -> None:
         queue(credentials=Credentials(), **NETWORK)
 
 
-def test_on_one_host_a_unix_socket_needs_none(queue: Any) -> None:
+def test_on_one_host_a_unix_socket_needs_no_secret(queue: Any) -> None:
     writer, (reader,) = queue(host="unix:@kvplug", credentials=Credentials(), **NETWORK)
     writer.enqueue("here")
     assert reader.dequeue() == "here"
@@ -81,7 +81,7 @@ def test_a_handle_of_an_earlier_queue_does_not_lead_to_a_later_one(writer: Any) 
 
 
 @pytest.mark.parametrize(("host", "other"), [("127.0.0.1", "127.0.0.2"), ("::1", "127.0.0.1")])
-def test_it_listens_where_it_was_told_to_and_nowhere_else(queue: Any, host: str, other: str) -> None:
+def test_it_listens_at_the_configured_address_only(queue: Any, host: str, other: str) -> None:
     """The root cause of CVE-2025-30202: a socket of the queue that listens on every interface."""
     writer, _ = queue(attached=0, host=host, **NETWORK)
     there = remote.address_of(writer.export_handle())
@@ -91,7 +91,7 @@ def test_it_listens_where_it_was_told_to_and_nowhere_else(queue: Any, host: str,
         socket.create_connection((other, there[1]))
 
 
-# -- strangers, and readers and writers that know the secret -----------------------------------------------
+# -- unauthenticated peers, and readers and writers that have the secret ----------------------------------
 
 
 def test_whatever_bytes_a_stranger_sends_the_writer_goes_on(writer: Any) -> None:
@@ -179,7 +179,7 @@ ALIVE = header(FrameKind.ALIVE, 0)
         (header(FrameKind.OVER, 3, False, 4) + b"why\x1b", r"evicted this reader \(why.\): 3 of 3 messages"),
     ],
 )
-def test_what_cannot_be_is_an_error_of_the_reader_and_takes_no_memory(
+def test_an_impossible_frame_is_an_error_of_the_reader_and_takes_no_memory(
     liar: remote.LyingWriter, lie: bytes, text: str
 ) -> None:
     with contextlib.closing(liar.reader(lambda: joined(liar.handle), ALIVE)) as reader:
@@ -209,10 +209,10 @@ def test_a_connection_that_ends_within_a_message_says_how_many_are_lost(liar: re
 
 
 @pytest.mark.parametrize("where", ["head", "body"])
-def test_a_writer_that_sends_a_pickle_gets_nothing_run(
+def test_a_pickle_from_the_writer_is_not_executed(
     liar: remote.LyingWriter, where: str, tmp_path: Any
 ) -> None:
-    """The root cause of CVE-2025-30165 and CVE-2024-11041: what came from a socket is unpickled."""
+    """The root cause of CVE-2025-30165 and CVE-2024-11041: bytes from a socket are unpickled."""
     payload = ends.evil(tmp_path / "made")
     head, body = (payload, b"") if where == "head" else (b"\xc0", payload)
     with contextlib.closing(liar.reader(lambda: joined(liar.handle), ALIVE)) as reader:

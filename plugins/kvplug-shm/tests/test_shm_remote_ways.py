@@ -34,7 +34,7 @@ def test_a_stopped_reader_is_not_waited_for_beyond_the_callers_deadline(
 def test_a_stopped_reader_holds_up_one_message_briefly_and_gets_all_when_it_continues(
     queue: Any, child: Any
 ) -> None:
-    """It takes no part in what a large message fills the connection with, either."""
+    """Not even a message that is larger than the connection's buffers is waited for twice."""
     writer, _ = queue(attached=0, **NETWORK)
     reader = child("read_until_the_end", writer.export_handle(), **NETWORK)
     reader.stop()
@@ -50,7 +50,7 @@ def test_a_stopped_reader_holds_up_one_message_briefly_and_gets_all_when_it_cont
     assert reader.result()[:3] == ["one", 32 << 20, "three"]
 
 
-def test_a_silent_reader_that_is_not_watched_is_evicted_and_learns_what_it_lost(
+def test_a_silent_reader_without_a_pidfd_is_evicted_and_its_error_counts_the_lost_messages(
     queue: Any, child: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The more impatient of the two ends decides how often both send something."""
@@ -71,7 +71,7 @@ def test_a_silent_reader_that_is_not_watched_is_evicted_and_learns_what_it_lost(
     assert "0 of 1 messages are lost to reader rank 0, and all that come later" in end
 
 
-def test_a_connection_that_breaks_is_not_made_again_in_silence(queue: Any) -> None:
+def test_a_broken_connection_is_not_restored(queue: Any) -> None:
     writer, _ = queue(attached=0, **NETWORK)
     with contextlib.closing(remote.Wire(writer.export_handle())) as wire:
         reader = ends.endpoint(**NETWORK).create_from_handle(wire.handle, 0)
