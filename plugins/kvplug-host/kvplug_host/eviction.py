@@ -7,7 +7,7 @@ page waits no more, so a reader that never comes holds no memory for ever.
 
 The others are ordered by ARC (Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST
 2003): pages that were used once and pages that were used again are two queues, least recently used first. The
-keys of pages that were evicted are remembered; a page that comes back says from which queue too many were
+keys of pages that were evicted are remembered; a page that returns shows from which queue too many were
 evicted. So a document that is seen once does not push out prompts that come again. A page that is expected
 again was used again. The read that it waited for is not a use: most pages that were handed over are never
 needed again. ``benchmarks/eviction.py`` compares the policy with others.
@@ -203,10 +203,9 @@ class Eviction:
         self._pages.pop(page.key)
 
     def victim(self, may_go: Callable[[bytes], bool]) -> bytes | None:
-        """The page to evict, which is forgotten here; ``None``: of the next pages none may go.
+        """The page to evict, which is forgotten here; ``None``: none of the next pages may go.
 
-        Those that may not go are set aside, until :meth:`restore`. :meth:`num_in_line` says whether there are
-        others.
+        Those that may not go are set aside, until :meth:`restore`. :meth:`num_in_line` counts the others.
         """
         self._most = max(self._most, len(self))
         self._end_waits()

@@ -58,7 +58,7 @@ MAX_CHECKSUMS: Final = 1 << 16
 MAX_PIECES: Final = 1 << 16
 """Of one request."""
 MAX_PAGE: Final = 1 << 46
-"""Bytes of a page. A page that no store can hold may be asked for."""
+"""Bytes of a page. A request may name a page that no store can hold."""
 MAX_FOR_S: Final = 1e8
 """Stands for no deadline."""
 
@@ -90,7 +90,7 @@ class Answer:
     is_last: bool = True
     """Whether it is the last answer to that request."""
     usage: Usage | None = None
-    """What the store holds now; ``None``: it does not say."""
+    """What the store holds now; ``None``: not stated."""
 
     def __attrs_post_init__(self) -> None:
         usage = self.usage
@@ -149,7 +149,7 @@ class Hello(Answer):
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """What a process asks of a store."""
+    """A request of a process to a store."""
 
     id: Id = 0
     """The number of the request; 0: it has no answer."""
@@ -212,7 +212,7 @@ class Fetch(OfKeys):
     rows: Annotated[int, Meta(gt=0)]
     """How many rows of each page are in a piece, or fewer in the last ones."""
     as_blocks: bool
-    """Whether a piece has the first row of all of its pages first. Else it has all rows of a page first."""
+    """Whether a piece begins with the first row of each page. Else it begins with all rows of one page."""
     pages: Annotated[int, Meta(gt=0)]
     """How many pages are in a piece, or fewer in the last ones."""
     timeout_s: Seconds
@@ -349,12 +349,12 @@ def request_in(message: Any, kinds: dict[str, type[R]]) -> R:
         kinds: the requests that there are, by what they are called.
 
     Raises:
-        WireError: it is none of them, or a field is missing, of another type or out of bounds.
+        WireError: it is not one of them, or a field is missing, of another type or out of bounds.
     """
     op = message.get("op") if isinstance(message, dict) else None
     kind = kinds.get(op) if isinstance(op, str) else None
     if kind is None:
-        raise WireError(f"a message to a store: no request is called {op!r:.40}")
+        raise WireError(f"a message to a store: unknown request {op!r:.40}")
     return from_plain(message, kind, f"request {op!r} to a store")
 
 
@@ -374,18 +374,18 @@ def for_wire(seconds: float | None) -> float:
 def hello_in(message: Any, peer: object) -> Hello:
     """The first message of a store of this version. Raises WireError."""
     if not isinstance(message, dict) or message.get("store") != STORE:
-        raise WireError(f"{peer} serves no store {STORE!r}")
+        raise WireError(f"{peer} does not serve a store {STORE!r}")
     if (version := message.get("version")) != VERSION:
         raise WireError(
-            f"{peer} speaks version {peer_text(str(version), 20)} of the store {STORE!r}; here is version"
-            f" {VERSION}: install one version of kvplug-host at both ends"
+            f"{peer} uses version {peer_text(str(version), 20)} of the protocol of the store {STORE!r}, this"
+            f" process version {VERSION}: install one version of kvplug-host at both ends"
         )
     return from_plain(message, Hello, "the first message of a store")
 
 
 def _check_keys(joined: bytes) -> None:
     if len(joined) % KEY_BYTES:
-        raise ValueError(f"{len(joined)} bytes are no keys of {KEY_BYTES} bytes")
+        raise ValueError(f"{len(joined)} bytes are not keys of {KEY_BYTES} bytes")
 
 
 def split(joined: bytes) -> list[bytes]:
@@ -512,7 +512,7 @@ def _step(number: int, step: int, end: int) -> range:
 
 
 def tag(request: int, number: int, count: int, region: int | None = None) -> Tensor:
-    """What comes over the pipe before pages of a request.
+    """The message before pages of a request on the pipe.
 
     Args:
         number: of a get: the piece's number. Of a put: the first page that may be among them.

@@ -48,8 +48,8 @@ _PAGE: Final = 4096
 class HostStore(Store):
     """Pages in shared memory of this process.
 
-    What it knows is answered in the calling thread; copies are made by a few threads, in which jobs take
-    turns. Processes of this user on this host read the memory themselves; see :meth:`serve`.
+    Calls that need only the index are answered in the calling thread; copies are made by a few threads, in
+    which jobs take turns. Processes of this user on this host read the memory themselves; see :meth:`serve`.
     """
 
     def __init__(self, context: Store.Context) -> None:

@@ -128,7 +128,7 @@ class HostClient(Store):
             return protocol.results_in(protocol.PRESENCES, answer.codes)
 
         lease_s = protocol.for_wire(lease_s)
-        self._ask(job, Presence.ABSENT, keys, presences, protocol.Lookup, lease_s=lease_s)
+        self._query(job, Presence.ABSENT, keys, presences, protocol.Lookup, lease_s=lease_s)
         return job
 
     def _remove(self, keys: Sequence[bytes] | None, timeout: Timeout) -> Job[bool]:
@@ -139,10 +139,10 @@ class HostClient(Store):
         for task in self._jobs.tasks():
             if isinstance(task, RemotePut):
                 task.forget(keys)
-        self._ask(job, False, keys, lambda answer, count: [True] * count, protocol.Remove)
+        self._query(job, False, keys, lambda answer, count: [True] * count, protocol.Remove)
         return job
 
-    def _ask(
+    def _query(
         self,
         job: Job[T],
         unknown: T,
@@ -151,7 +151,7 @@ class HostClient(Store):
         kind: type[protocol.OfKeys],
         **more: Any,
     ) -> None:
-        """Ask about these keys. ``results(answer, count)``: of so many keys."""
+        """Send requests about these keys. ``results(answer, count)``: the results of so many keys."""
         batches, requests = protocol.key_batches(keys), self._requests
         question = Question(job, unknown, len(batches))
         self._start(question, requests)
@@ -161,7 +161,7 @@ class HostClient(Store):
             def take(answer: Any, at: int = at, count: int = count) -> None:
                 question.answer(at, results(answer, count))
 
-            requests.ask(kind(id=requests.new_number(), keys=batch, **more), question, take)
+            requests.query(kind(id=requests.new_number(), keys=batch, **more), question, take)
 
     def _start(self, task: JobTask, requests: Requests) -> None:
         task.job.add_done_callback(lambda _: self._ended(task, requests))
@@ -183,7 +183,7 @@ class HostClient(Store):
         elif connection is not None and mapping is not None:
             get = MappedGet(job, pages, self.seal, connection=connection, mapping=mapping, again=self._work)
             self._start(get, connection.requests)
-            get.ask()
+            get.request_places()
         elif connection is not None and connection.pages is not None:
             piped = PipedGet(
                 job,
@@ -194,7 +194,7 @@ class HostClient(Store):
                 fills_blocks=connection.pages.pipe.fills_blocks,
             )
             self._start(piped, connection.requests)
-            connection.pages.ask(piped)
+            connection.pages.request(piped)
         else:
             job.set([MissReason.STORE_GONE] * job.count)
         return job
@@ -222,31 +222,31 @@ class HostClient(Store):
                 again=self._work,
             )
             self._start(put, connection.requests)
-            put.ask()
+            put.announce()
         return job
 
     # -- at once -------------------------------------------------------------------------------
 
-    def _tell(self, keys: Sequence[bytes], kind: type[protocol.OfKeys], **more: Any) -> None:
+    def _notify(self, keys: Sequence[bytes], kind: type[protocol.OfKeys], **more: Any) -> None:
         self._jobs.check_open()
         for batch in protocol.key_batches(keys):
-            self._requests.tell(kind(keys=batch, **more))
+            self._requests.notify(kind(keys=batch, **more))
 
     def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         for_s = protocol.for_wire(self._deadline(timeout).remaining())
-        self._tell(keys, protocol.Declare, series=series.id, for_s=for_s)
+        self._notify(keys, protocol.Declare, series=series.id, for_s=for_s)
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
-        self._tell(keys, protocol.Withdraw)
+        self._notify(keys, protocol.Withdraw)
 
     def release(self, keys: Sequence[bytes]) -> None:
-        self._tell(keys, protocol.Release)
+        self._notify(keys, protocol.Release)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        self._tell(keys, protocol.Touch)
+        self._notify(keys, protocol.Touch)
 
     def expect_reader(self, keys: Sequence[bytes]) -> None:
-        self._tell(keys, protocol.Expect)
+        self._notify(keys, protocol.Expect)
 
     def keys(self, series: Series) -> Sequence[bytes]:
         self._jobs.check_open()
@@ -260,7 +260,7 @@ class HostClient(Store):
                 question.answer(0, [True])
 
         self._start(question, requests)
-        requests.ask(protocol.List(id=requests.new_number(), series=series.id), question, take)
+        requests.query(protocol.List(id=requests.new_number(), series=series.id), question, take)
         if not job.wait()[0]:
             raise PeerGoneError("the store did not list its keys: it is gone, or does not answer")
         return found
@@ -280,7 +280,7 @@ class HostClient(Store):
     # -- the end -------------------------------------------------------------------------------
 
     def _lost(self, waiting: set[JobTask]) -> None:
-        """The store is gone: what was asked of it is a miss."""
+        """The store is gone: its requests under way are misses."""
         reason = MissReason.CLOSED if self._is_closed else MissReason.STORE_GONE
         waiting.update(task for task in self._jobs.tasks() if task.is_put)
         for task in waiting:

@@ -45,7 +45,7 @@ class Connection:
         """Receives the first message, and prepares pipe and memory.
 
         Args:
-            note_usage: called with what the store holds, whenever it says so.
+            note_usage: called with what the store holds, whenever an answer states it.
             lost: called once when the link has ended, with the jobs that waited for the store.
             stop: ends this end, without waiting, when the program leaves.
 
@@ -72,7 +72,7 @@ class Connection:
         self.put_turns = PutTurns(protocol.MAX_PUTS)
         try:
             pipe = link.open_pipe(protocol.PIPE, timeout=deadline.remaining())
-        except (HandshakeError, TransportError) as e:  # both ends know
+        except (HandshakeError, TransportError) as e:  # both ends have the reason
             NamedExhaustion.check(e, "a pipe to a store")
             _log.info("there is no pipe to the store of %s: %s", self.peer, e)
         else:
@@ -95,14 +95,14 @@ class Connection:
         return f"over a pipe to {self.pages.pipe.peer}" if self.pages is not None else "not at all"
 
     def begin(self) -> None:
-        """Receive answers from now on. Raises ResourceExhaustedError: there is no thread for it."""
+        """Receive answers from now on. Raises ResourceExhaustedError: no thread could start."""
         with NamedExhaustion("a store in another process"):
             self._thread.start()
 
     def note_wrong(self, key: bytes, reason: MissReason, generation: int = 0) -> None:
         """A page was found to be wrong. Have the store remove it."""
         _log.warning("the store 'host' has given a wrong page (%s), which is removed", reason)
-        self.requests.tell(protocol.Wrong(keys=key, generation=generation))
+        self.requests.notify(protocol.Wrong(keys=key, generation=generation))
 
     # -- what comes ----------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Connection:
     # -- the end -------------------------------------------------------------------------------
 
     def lose(self) -> None:
-        """The store is gone. Copies out of mapped memory go on."""
+        """The store is gone. Copies out of mapped memory continue."""
         self.is_lost = True
         waiting = self.requests.end(MissReason.STORE_GONE)
         self._link.close()

@@ -41,7 +41,7 @@ class ContactStore(HostClient):
         self._link: Store.Link | None = None
         """A link on which the store is being opened."""
         self._was_gone = False
-        """The log has it that the program is gone."""
+        """Whether it was logged that the program is gone."""
         super().__init__(context, None)
         self._thread = BackgroundThread(self._keep_open, name="kvplug-host-contact", stop=self._give_up)
         try:
@@ -107,7 +107,7 @@ class ContactStore(HostClient):
             error: KvplugError | None = None
             if self._connection is not None:
                 self._drop_connection()
-                if time.monotonic() - opened_at > _BACKOFF_S[1]:  # else it may hang up again and again
+                if time.monotonic() - opened_at > _BACKOFF_S[1]:  # else it may close each connection at once
                     pause = _BACKOFF_S[0]
             else:
                 try:
@@ -116,7 +116,7 @@ class ContactStore(HostClient):
                     continue
                 except KvplugError as e:
                     error = e
-                except Exception as e:  # a broken plugin, say: the next attempt may do
+                except Exception as e:  # for example a broken plugin: the next attempt may succeed
                     _log.exception("connecting to the store 'host' at %s failed", self.address)
                     error = PeerGoneError(str(e))
             self._note_gone(error)

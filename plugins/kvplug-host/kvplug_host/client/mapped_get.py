@@ -14,11 +14,11 @@ from kvplug_host.client.mapping import Mapping
 from kvplug_host.jobs import SlotGet
 
 _READ_LEASE_S: Final = 30.0
-"""The longest that pages are kept in their slots for a reader that does not say that it is done."""
+"""The longest that pages are kept in their slots for a reader that does not report its end."""
 
 
 class MappedGet(SlotGet):
-    """One request: the store says where the pages are, and they are copied out of its memory."""
+    """One request: the store answers where the pages are, and they are copied out of its memory."""
 
     def __init__(
         self,
@@ -45,20 +45,20 @@ class MappedGet(SlotGet):
     def settled(self) -> None:
         self._is_read = True
         if self.job.done:
-            self._tell()
+            self._notify_done()
 
-    def _tell(self) -> None:
+    def _notify_done(self) -> None:
         is_read = None in (self.job.results() or ())
-        self._requests.tell(protocol.Done(id=self._number, read=is_read))
+        self._requests.notify(protocol.Done(id=self._number, read=is_read))
 
     def end(self, reason: MissReason | None) -> bool:
         is_first = super().end(reason)
-        if is_first and self._is_read:  # the caller is woken first; the store is told twice at worst
-            self._tell()
+        if is_first and self._is_read:  # the caller is woken first; the store is notified twice at worst
+            self._notify_done()
         return is_first
 
-    def ask(self) -> None:
-        """Ask where the pages are."""
+    def request_places(self) -> None:
+        """Request the places of the pages."""
         remaining = self.job.deadline.remaining()
         lease_s = _READ_LEASE_S if remaining is None else min(_READ_LEASE_S, remaining)
         if lease_s <= 0:
@@ -70,9 +70,9 @@ class MappedGet(SlotGet):
             lease_s=lease_s,
             traceparent=self.pages.traceparent,
         )
-        self._requests.ask(read, self, self._answered)
-        if self.job.done:  # it may have ended before the store was asked
-            self._tell()
+        self._requests.query(read, self, self._answered)
+        if self.job.done:  # it may have ended before the request was sent
+            self._notify_done()
 
     def _answered(self, answer: protocol.Places) -> None:
         mapping = self._mapping

@@ -1,4 +1,4 @@
-"""The pipe between an end and the store in another process: pages of gets come, those of puts go."""
+"""The pipe to the store in another process: it receives the pages of gets, and sends those of puts."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class PagePipe:
 
     # -- gets ----------------------------------------------------------------------------------
 
-    def ask(self, get: PipedGet) -> None:
-        """Ask for the pages of a get, which ends if that is not possible."""
+    def request(self, get: PipedGet) -> None:
+        """Request the pages of a get, which ends if that is not possible."""
         if not self._listens():
             get.end(MissReason.STORE_GONE)
             return

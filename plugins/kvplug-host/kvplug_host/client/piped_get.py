@@ -30,7 +30,7 @@ from kvplug_host.jobs import Landing, runs_of
 _ANSWER_S: Final = 10.0
 """How long the answer over the channel may come after the first piece over the pipe."""
 _LOOK_S: Final = 0.1
-"""How often a piece that does not come is looked at: whether its job is over, and its memory the caller's."""
+"""How often a thread that waits for a piece checks whether the job is over, and its memory the caller's."""
 
 
 class _Piece:
@@ -98,10 +98,10 @@ class PipedGet(Landing):
         self._wrong(self.pages.keys[index], reason)
 
     def found(self, answer: protocol.Fetched) -> None:
-        """Which of the next pages are sent, and their headers.
+        """Take an answer: which of the next pages are sent, and their headers.
 
         Raises:
-            WireError: in the end these are not as many as there are pages.
+            WireError: in total they are not as many as the pages.
         """
         self._codes += answer.codes
         self._came += answer.headers
@@ -129,19 +129,19 @@ class PipedGet(Landing):
         """Receive a piece, with so many pages.
 
         Raises:
-            WireError: it is none of this request.
+            WireError: it does not belong to this request.
             PeerGoneError: the link has ended.
             KvplugError: the pipe cannot be used any more.
         """
         if not self._answered.wait(_ANSWER_S) or not self._sent:
-            raise PeerGoneError("the store sends pages and does not say which")
+            raise PeerGoneError("the store sends pages, and has not answered which")
         if not self._next <= piece < len(self._pieces):  # each comes once
             raise WireError(f"piece {piece} of {len(self._pieces)} came where piece {self._next} is the next")
         self._next = piece + 1
         group, number = divmod(piece, len(self.ranges))
         sent = [at for at in self.ranges[number] if self._sent[at]]
         if len(sent) != count:
-            raise WireError(f"a piece of {count} pages came, which was not asked for")
+            raise WireError(f"a piece of {count} pages came, which was not requested")
         self._piece = _Piece(pipe, self.layers[group], sent)
         reason = self.attempt(piece)
         if not self._piece.is_here:  # the job is over, or its memory cannot be used
@@ -244,7 +244,7 @@ class PipedGet(Landing):
         return is_first
 
     def settled(self) -> None:
-        self._requests.tell(protocol.Cancel(id=self.request.id))
+        self._requests.notify(protocol.Cancel(id=self.request.id))
 
 
 def _receives(pipe: Pipe, views: Any, block_ids: Sequence[int]) -> bool:

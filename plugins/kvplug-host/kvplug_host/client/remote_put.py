@@ -1,4 +1,4 @@
-"""A put into a store in another process: the store says which pages it lacks, and these go over the pipe."""
+"""A put into a store in another process: the store answers which pages it lacks, and these are sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvplug_host.jobs import PUT_STEP_BYTES, Put, ranges_of
 
 _AHEAD: Final = 3
 """Requests of one put that are under way at the same time."""
-_ASK_BYTES: Final = 4 * PUT_STEP_BYTES
+_ANNOUNCED_BYTES: Final = 4 * PUT_STEP_BYTES
 """Of the pages of a range, which are sent in several steps."""
 
 
@@ -34,7 +34,7 @@ class _Piece(NamedTuple):
 
 
 class RemotePut(Put):
-    """Ranges of pages: each is asked for, gathered and sent, and answered, a few at the same time."""
+    """Ranges of pages: each is announced, gathered and sent, and answered, a few at the same time."""
 
     is_put = True
 
@@ -61,9 +61,9 @@ class RemotePut(Put):
         row_bytes = form.nbytes + max(
             (seal.header_length(form, identity) for identity in pages.identities), default=0
         )
-        least_bytes = -(-_ASK_BYTES // protocol.MAX_KEYS)
-        self._ranges = deque(ranges_of(job.count, max(row_bytes, least_bytes), _ASK_BYTES))
-        self._asked: dict[int, Sequence[int]] = {}
+        least_bytes = -(-_ANNOUNCED_BYTES // protocol.MAX_KEYS)
+        self._ranges = deque(ranges_of(job.count, max(row_bytes, least_bytes), _ANNOUNCED_BYTES))
+        self._announced: dict[int, Sequence[int]] = {}
         """The numbers of the pages of each request under way. Each of them has a turn, which is given back by
         what removes it from here."""
         self._pieces: list[_Piece] = []
@@ -71,16 +71,16 @@ class RemotePut(Put):
 
     # -- the three phases ----------------------------------------------------------------------
 
-    def ask(self) -> None:
-        """Ask for more ranges, or end if there are none."""
+    def announce(self) -> None:
+        """Announce more ranges, or end if all are answered."""
         while True:
             with self.lock:
                 if self.is_over:
                     return
                 if not self._ranges:
-                    finished = not self._asked
+                    finished = not self._announced
                     break
-                if len(self._asked) >= _AHEAD or not self._turns.take(self.ask):
+                if len(self._announced) >= _AHEAD or not self._turns.take(self.announce):
                     return
                 request, wanted = self._requests.new_number(), []
                 for at in self._ranges.popleft():
@@ -90,8 +90,8 @@ class RemotePut(Put):
                         wanted.append(at)
                 # With the lock: a removal comes before all of this, or after the request.
                 if wanted:
-                    self._asked[request] = wanted
-                    sent = self._ask(request, wanted)
+                    self._announced[request] = wanted
+                    sent = self._announce(request, wanted)
             if not wanted:
                 self._turns.give_back(1)
             elif not sent:
@@ -99,7 +99,7 @@ class RemotePut(Put):
         if finished:
             self.end(None)
 
-    def _ask(self, request: int, wanted: Sequence[int]) -> bool:
+    def _announce(self, request: int, wanted: Sequence[int]) -> bool:
         """Returns whether it was sent."""
         pages = self.pages
 
@@ -122,9 +122,9 @@ class RemotePut(Put):
         return self._requests.listen(put, take, self)
 
     def _answered(self, request: int, codes: Sequence[int]) -> None:
-        """The store says for each page of a request: send it, or its result."""
+        """Take the first answer to a request: for each page :data:`~protocol.SEND`, or its result."""
         with self.lock:
-            numbers = self._asked.get(request)
+            numbers = self._announced.get(request)
             if numbers is None or self.is_over:
                 return
             known = [(at, code) for at, code in zip(numbers, codes, strict=True) if code != protocol.SEND]
@@ -150,16 +150,16 @@ class RemotePut(Put):
                 yield _Piece(request, first, nbytes, [numbers[run[index]] for index in part])
 
     def _kept(self, request: int, codes: Sequence[int]) -> None:
-        """The store has the pages of a request, or says why not."""
+        """Take the last answer to a request: the results of its pages."""
         with self.lock:
-            numbers = self._asked.pop(request, None)
+            numbers = self._announced.pop(request, None)
             if numbers is None:
                 return
             if not self.is_over:
                 for at, result in zip(numbers, protocol.results_in(protocol.PUT_RESULTS, codes), strict=True):
                     self.results[at] = result
         self._turns.give_back(1)
-        self.ask()
+        self.announce()
 
     # -- a step: gather and send ---------------------------------------------------------------
 
@@ -180,9 +180,9 @@ class RemotePut(Put):
     def end(self, reason: MissReason | None) -> bool:
         is_first = super().end(reason)
         with self.lock:  # no request is added any more
-            asked, self._asked = self._asked, {}
-        for request in asked:
-            self._requests.tell(protocol.Cancel(id=request))
-        if asked:
-            self._turns.give_back(len(asked))
+            announced, self._announced = self._announced, {}
+        for request in announced:
+            self._requests.notify(protocol.Cancel(id=request))
+        if announced:
+            self._turns.give_back(len(announced))
         return is_first

@@ -49,13 +49,13 @@ class Requests:
         """
         Args:
             outbox: ``None``: there is no other process.
-            note_usage: called with what the store holds, whenever it says so.
+            note_usage: called with what the store holds, whenever an answer states it.
         """
         self._outbox = outbox
         self._note_usage = note_usage
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._asked: dict[int, tuple[type[Request], Take, JobTask | None]] = {}
+        self._listening: dict[int, tuple[type[Request], Take, JobTask | None]] = {}
         """With the job that ends when the store is gone, if there is one."""
         self.over: MissReason | None = MissReason.STORE_GONE if outbox is None else None
         """Why nothing is sent any more."""
@@ -68,7 +68,7 @@ class Requests:
         """The number of another request."""
         return next(self._numbers)
 
-    def ask(self, request: Request, job: JobTask, take: Take) -> None:
+    def query(self, request: Request, job: JobTask, take: Take) -> None:
         """Send a request of that job, which ends if that is not possible."""
         if not self.listen(request, take, job):
             job.end(self.over or MissReason.STORE_GONE)
@@ -79,21 +79,21 @@ class Requests:
         with self._lock:
             outbox = self._outbox if self.over is None and not (job is not None and job.is_over) else None
             if outbox is not None:
-                self._asked[request.id] = type(request), take, job
+                self._listening[request.id] = type(request), take, job
         if outbox is not None and outbox.send(protocol.message_of(request)):
             return True
         self.forget(request.id)
         return False
 
-    def tell(self, request: Request) -> None:
-        """Send what has no answer. Where the store does not read, it is lost."""
+    def notify(self, request: Request) -> None:
+        """Send a request that has no answer. It is lost if the store does not read."""
         if self.over is None and self._outbox is not None:
             self._outbox.send(protocol.message_of(request))
 
     def answered(self, message: Any) -> None:
-        """An answer has come. Raises what is wrong with it: WireError."""
+        """Take an answer. Raises WireError: it is malformed."""
         number = protocol.number_in(message)
-        kind, take, _ = self._asked.get(number, (None, None, None))
+        kind, take, _ = self._listening.get(number, (None, None, None))
         if kind is None or take is None:
             return
         answer = kind.answer_in(message)
@@ -107,17 +107,17 @@ class Requests:
     def forget(self, number: int) -> None:
         """Take no more answers to a request."""
         with self._lock:
-            self._asked.pop(number, None)
+            self._listening.pop(number, None)
 
     def ended(self, job: JobTask) -> None:
         """A job has ended: it waits for no answer."""
         with self._lock:
-            for number in [number for number, (_, _, each) in self._asked.items() if each is job]:
-                del self._asked[number]
+            for number in [number for number, (_, _, each) in self._listening.items() if each is job]:
+                del self._listening[number]
 
     def end(self, reason: MissReason) -> set[JobTask]:
         """Send nothing any more. Returns the jobs that wait for an answer. The first reason counts."""
         with self._lock:
             self.over = self.over or reason
-            asked, self._asked = self._asked, {}
-        return {job for _, _, job in asked.values() if job is not None}
+            listening, self._listening = self._listening, {}
+        return {job for _, _, job in listening.values() if job is not None}

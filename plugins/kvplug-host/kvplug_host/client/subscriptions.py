@@ -43,7 +43,7 @@ class Subscriptions:
             number = self._numbers.pop(key, None)
             if self._listeners.pop(key, None) is not None and number is not None:
                 self._requests.forget(number)
-                self._requests.tell(Unsubscribe(id=number))
+                self._requests.notify(Unsubscribe(id=number))
 
     def _subscribe(self, key: object) -> bool:
         requests = self._requests

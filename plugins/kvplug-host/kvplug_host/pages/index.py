@@ -4,8 +4,8 @@ Pure: no memory, no lock, no thread; the clock is passed in. The store calls it 
 :attr:`Index.events` to the listeners, in their order.
 
 The time of a call grows with the number of keys that are passed, and not with the number of pages in the
-store. A call that would change many other pages changes some of them, and says whether to call again: other
-threads have the store's lock in between."""
+store. A call that would change many other pages changes some of them, and returns whether to call it again:
+other threads have the store's lock in between."""
 
 from __future__ import annotations
 

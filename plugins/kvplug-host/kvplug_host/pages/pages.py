@@ -461,7 +461,7 @@ class Pages:
                 self._expiry.cancel()
             try:
                 self._expiry = None if again is None else self.jobs.at(again, self._expire)
-            except RuntimeError as e:  # a lookup knows the time without it
+            except RuntimeError as e:  # lookups compare the time themselves
                 _log.warning("the store needs another thread: %s", e)
 
     def remove(self, keys: Sequence[bytes] | None) -> None:

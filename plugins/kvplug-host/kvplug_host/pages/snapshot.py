@@ -13,7 +13,7 @@ class Snapshot:
     """Collects what a store holds and expects, for a new listener.
 
     The store copies its pages some at a time and changes in between, so the copies are of different moments.
-    The events since the first copy was made correct that: each says what has become of its pages. A page that
+    The events since the first copy was made correct that: each states what became of its pages. A page that
     no event names was the same at all moments.
     """
 

@@ -1,6 +1,6 @@
 """The listeners of a store: each gets a snapshot, then every event, in order and without a gap.
 
-Events are queued under the store's lock and handed out afterwards, by whichever thread comes first: a
+Events are queued under the store's lock and handed out afterwards, by the first thread that can: a
 listener is never called under the lock."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A lock whose holder can let others go first."""
+"""A lock whose holder can let waiting threads take it first."""
 
 from __future__ import annotations
 

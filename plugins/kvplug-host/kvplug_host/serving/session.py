@@ -120,11 +120,14 @@ class Session:
         try:
             self._pipe = self._link.open_pipe(protocol.PIPE, timeout=self._timeout_s)
             self._pipe.limit_messages(_MAX_DROPPED)
-        except (HandshakeError, TransportError) as e:  # both ends know
+        except (HandshakeError, TransportError) as e:  # both ends have the reason
             _log.info("%s has no pipe to the store: %s", self._peer, e)
 
     def fail(self, reason: str | None) -> None:
-        """The peer breaks the rules, or does not take what it asked for: hang up. ``None``: it is gone."""
+        """Close the link, since the peer broke the protocol, or does not receive what it requested.
+
+        ``reason``: ``None`` if the peer is gone.
+        """
         if reason is not None and not self._over:
             _log.warning("the store is not served to %s any more: %s", self._peer, reason)
         self._link.close()
@@ -241,7 +244,7 @@ class Session:
         try:
             return self._pages.jobs.at(when, call)
         except RuntimeError as e:
-            raise PeerGoneError(f"there is no thread that ends what the peer holds: {e}") from e
+            raise PeerGoneError(f"no thread could start that ends the peer's leases in time: {e}") from e
 
     def _done(self, request: protocol.Done) -> None:
         read = self._reads.pop(request.id, None)
@@ -255,7 +258,7 @@ class Session:
             self._pages.read([entry.key for entry in entries], self._end_of_peer)
 
     def _wrong(self, request: protocol.Wrong) -> None:
-        """The peer has found wrong bytes. It might as well have removed the page."""
+        """The peer has found wrong bytes. Peers may remove pages, so this is not verified."""
         for entry in self._pages.lease(request.each, self, 0.0):
             if entry is not None and request.generation in (0, entry.generation):
                 self._pages.discard(entry, MissReason.CORRUPT)
@@ -314,7 +317,7 @@ class Session:
             )
         if not self._sender.add(fetch):
             settled(fetch)
-            self.fail("there is no thread that sends pages")
+            self.fail("no thread could start that sends pages")
 
     def _cancel(self, request: protocol.Cancel) -> None:
         fetch, arrival = self._fetches.get(request.id), self._arrivals.get(request.id)
@@ -361,7 +364,7 @@ class Session:
             try:
                 self._receiver.start()
             except RuntimeError as e:
-                raise PeerGoneError(f"there is no thread that receives pages: {e}") from e
+                raise PeerGoneError(f"no thread could start that receives pages: {e}") from e
 
     def _receive_all(self) -> None:
         pipe = self._pipe
@@ -420,7 +423,7 @@ _HANDLERS: Final[dict[type[protocol.Request], Callable[[Session, Any], None]]] =
     protocol.Lend: Session._lend,
     protocol.Cancel: Session._cancel,
 }
-"""Everything that a peer may ask, and what answers it."""
+"""The requests of a peer, and the methods that answer them."""
 _KINDS: Final = {protocol.op_of(kind): kind for kind in _HANDLERS}
 
 
