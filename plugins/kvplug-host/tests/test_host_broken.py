@@ -364,7 +364,7 @@ def test_lent_memory_is_written_again_only_when_the_store_has_read_it(
     with served(size=256 << 20, integrity="off") as (held, store):
         monkeypatch.setattr(Outbox, "send", sent)
         with held_up(monkeypatch) as waiting:
-            given_up = store.submit_put(PAGES.request(store, *names("given up", 20)))
+            given_up = store.submit_put(PAGES.request(store, *names("given up", 10)))
             until(lambda: waiting, what="that the store reads")
             given_up.cancel()
             later = [
@@ -373,7 +373,7 @@ def test_lent_memory_is_written_again_only_when_the_store_has_read_it(
             assert not later[-1].wait_settled(0.3)
         for job in later:
             assert job.wait(waits.patience_s) == [None] * 20
-        assert PAGES.got(held, *names("given up", 20)) == [None] * 20
+        assert PAGES.got(held, *names("given up", 10)) == [None] * 10
         for at in range(REGIONS):
             assert PAGES.got(store, *names(f"later {at}", 20)) == [None] * 20
 
