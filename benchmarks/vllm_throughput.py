@@ -7,9 +7,11 @@ Engines in processes of their own, in turns. "Nothing" sends new prompts of 100 
 vLLM alone, to a consumer with nothing to load, and to an engine that saves. "Shared" sends prompts whose
 first half is one of a few prefixes, to engines whose cache holds few of them: vLLM alone, vLLM's
 ExampleConnector over files in memory, and kvplug with its store in memory. vLLM's OffloadingConnector is
-not among them, since its workers refuse a CPU. "Traced" sends new prompts to three engines that save: two
-are alike, which shows the noise, and one exports its spans to a collector on this machine. Needs the
-environment of docs/how-to/run-under-vllm.md, with kvplug-testing.
+not among them, since its workers refuse a CPU. "Traced" sends new prompts to one engine that saves, which
+exports its spans to a collector on this machine in one of three turns; the other two show the noise. (Two
+engines that are alike differ by more than exporting costs.) In each turn it runs 64 requests, 8 at once, so
+that nearly all of their spans are exported before the turn ends. Needs the environment of
+docs/how-to/run-under-vllm.md, with kvplug-testing.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -35,6 +38,11 @@ from vllm_engines import Engine, engine, transfer_config  # noqa: E402
 
 Rows = list[list[Any]]
 ALONE = "vLLM alone"
+EXPORTING = "exporting spans"
+TRACED_TURNS = ("not exporting", "the same", EXPORTING)
+TRACED_AT_ONCE, TRACED_REQUESTS = 8, 64
+EXPORT_S = 2.5
+"""After so long, the spans that were recorded before have been exported."""
 PORT = 29700
 PROMPT, NEW = 100, 32
 NUM_PREFIXES, PREFIX = 24, 512
@@ -65,11 +73,7 @@ def configs(folder: Path) -> dict[str, dict[str, dict[str, Any] | None]]:
             "kvplug": transfer_config("kv_both", PORT + 20, options=usual),
         },
         "traced": {
-            "kvplug, saving": transfer_config("kv_both", PORT + 30, options=options),
-            "the same": transfer_config("kv_both", PORT + 50, options=options),
-            "kvplug, exporting spans": transfer_config(
-                "kv_both", PORT + 40, options=options, tracing="otlp_proto_http"
-            ),
+            EXPORTING: transfer_config("kv_both", PORT + 30, options=options, tracing="otlp_proto_http"),
         },
     }
 
@@ -93,13 +97,15 @@ def collector() -> Iterator[None]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
+        os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "1000"  # ms; by default five seconds
         yield
         server.shutdown()
 
 
-def prompts(experiment: str, number: int, count: int) -> list[list[int]]:
-    """The same for every engine; new ones in each round. Round -1 has each prefix once."""
-    chance = random.Random(f"{experiment} {number}")
+def prompts(experiment: str, number: int, count: int, turn: str) -> list[list[int]]:
+    """New ones in each round, and the same for every engine; one that has several turns has new ones in each.
+    Round -1 has each prefix once."""
+    chance = random.Random(f"{experiment} {number} {turn if experiment == 'traced' else ''}")
     if experiment != "shared":
         return [[chance.randrange(1000, 40_000) for _ in range(PROMPT)] for _ in range(count)]
     chosen = [chance.randrange(NUM_PREFIXES) for _ in range(count)] if number >= 0 else range(NUM_PREFIXES)
@@ -112,16 +118,19 @@ def prefix(number: int) -> list[int]:
 
 
 def measured(
-    running: dict[str, Engine], experiment: str, at_once: int, rounds: int
+    running: dict[str, Engine], experiment: str, count: int, rounds: int
 ) -> dict[str, list[tuple[float, list[float], int]]]:
     """For each engine and round: tokens a second, seconds to each first token, cached tokens."""
     found: dict[str, list[tuple[float, list[float], int]]] = {name: [] for name in running}
     for number in range(-1, rounds):
         for name in harness.in_order(running, number):
-            given = {"prompts": prompts(experiment, number, at_once), "max_tokens": NEW}
+            given = {"prompts": prompts(experiment, number, count, name), "max_tokens": NEW}
+            if experiment == "traced":
+                time.sleep(EXPORT_S)
+                running[name].ask("export_spans", is_on=name == EXPORTING)
             seconds, firsts, num_cached = running[name].ask("timed", timeout=600.0, **given)
             if number >= 0:
-                found[name].append((at_once * NEW / seconds, firsts, num_cached))
+                found[name].append((count * NEW / seconds, firsts, num_cached))
     return found
 
 
@@ -158,14 +167,18 @@ def main() -> None:
                 cache = SMALL_CACHE if experiment == "shared" else {}
                 running = {}
                 for name, transfer in transfers.items():
-                    settings = {"max_model_len": 2048, "max_num_seqs": 32, **cache}
+                    most = TRACED_AT_ONCE if experiment == "traced" else 32
+                    settings = {"max_model_len": 2048, "max_num_seqs": most, **cache}
                     running[name] = stack.enter_context(
                         engine(given.model, transfer, life_s=3600.0, **settings)
                     )
                     print(f"{experiment}, {name}: started", file=sys.stderr)
-                for at_once in map(int, given.at_once.split(",")):
-                    of_round = measured(running, experiment, at_once, given.rounds)
-                    found += rows(experiment, at_once, of_round)
+                counts = {number: number for number in map(int, given.at_once.split(","))}
+                if experiment == "traced":
+                    running = dict.fromkeys(TRACED_TURNS, running[EXPORTING])
+                    counts = {TRACED_AT_ONCE: TRACED_REQUESTS}
+                for at_once, count in counts.items():
+                    found += rows(experiment, at_once, measured(running, experiment, count, given.rounds))
     head = ["prompts", "at once", "", "tokens/s", "of the first", "quartiles", "TTFT, ms: median", "99 %"]
     spans = f"{Collector.num_bytes / 1e3:.0f} KB of spans received"
     harness.write(given, harness.table([*head, "cached"], found), spans, harness.machine())

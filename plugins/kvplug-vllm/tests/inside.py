@@ -154,6 +154,17 @@ def num_steps_in_flight(llm: Any) -> int:
     return int(llm.llm_engine.engine_core.engine_core.batch_queue_size)
 
 
+def export_spans(llm: Any, is_on: bool) -> None:
+    """Export the spans of kvplug's requests from now on, or drop them where they would be exported."""
+    from kvplug.metrics.tracing import Tracing
+
+    _exports.setdefault(True, Tracing._export)  # noqa: SLF001
+    Tracing._export = _exports[is_on]  # type: ignore[method-assign]  # noqa: SLF001
+
+
+_exports: dict[bool, Any] = {False: lambda tracing, spans: None}
+
+
 def shut_down(llm: Any) -> None:
     llm.llm_engine.engine_core.shutdown()
 
