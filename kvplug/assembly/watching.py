@@ -9,7 +9,7 @@ for it: it reads what is in memory anyway. The questions, over an authenticated 
     {"doctor": "bye"}
 
 At its address an engine answers a doctor that asks for the state (:mod:`kvplug.assembly.examination`). With
-``doctor = "off"`` in its config an engine answers nobody. :mod:`kvplug.assembly.watched` asks.
+``doctor = "off"`` in its config an engine answers none of them. :mod:`kvplug.assembly.watched` sends them.
 """
 
 from __future__ import annotations
